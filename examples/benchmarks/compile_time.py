@@ -1,0 +1,119 @@
+"""Seconds until a deep model's first gradients: fxzero next to plain torch.compile.
+
+    python examples/benchmarks/compile_time.py --depths 12,48 --json compile_time.json
+
+Each figure is the first forward and backward of fresh processes with an empty compile
+cache. Equal layers are one compilation for fxzero, so depth should cost it little.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # examples is not installed
+
+from examples.benchmarks import options
+from examples.benchmarks.launch import RunError, launch_in_turns
+from examples.benchmarks.report import compile_row, conditions, table, write_json
+from examples.benchmarks.workload import Job, Workload
+
+
+def parse_depths(text: str) -> list[int]:
+    """Read a comma-separated list of numbers of layers."""
+    try:
+        return [int(depth) for depth in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"--depths must be numbers, by comma, not {text!r}") from None
+
+
+def render(rows: Sequence[dict[str, Any]], reference: str) -> str:
+    """Show the rows as a table, with ratios to the reference at the same depth."""
+    base_s = {row["layers"]: row["first_backward_s"] for row in rows if row["name"] == reference}
+    header = ["contender", "zero", "layers", "median s", "min", "max", "time ratio", "peak MB"]
+    lines = [
+        [
+            row["name"],
+            str(row["zero"]),
+            str(row["layers"]),
+            f"{row['first_backward_s']:.1f}",
+            f"{row['min_s']:.1f}",
+            f"{row['max_s']:.1f}",
+            f"{row['first_backward_s'] / base_s[row['layers']]:.3f}",
+            f"{row['peak_with_compile_bytes'] / 1e6:.1f}",
+        ]
+        for row in rows
+    ]
+    return f"{table(header, lines)}\nratios are to {reference} at the same depth"
+
+
+def main(
+    json_path: Annotated[Path, typer.Option("--json", help="Where to write the figures.")],
+    peers: Annotated[str, typer.Option(help="Whom to compare with, by comma.")] = "inductor",
+    doors: Annotated[str, typer.Option(help="fxzero's own contenders; may be empty.")] = "fxzero",
+    depths: Annotated[str, typer.Option(help="Transformer blocks, by comma.")] = "12,48",
+    zero: Annotated[int, typer.Option(help="ZeRO stage of fxzero.", min=0, max=3)] = 3,
+    fxzero_options: Annotated[str, typer.Option(help="torch.compile options, as JSON.")] = "{}",
+    ranks: Annotated[int, typer.Option(help="Processes.", min=1)] = 2,
+    threads: Annotated[int, typer.Option(help="CPU threads per rank.", min=1)] = 1,
+    repeat: Annotated[int, typer.Option(help="Runs per contender and depth.", min=1)] = 1,
+    hidden: Annotated[int, typer.Option(help="Width.", min=1)] = 128,
+    heads: Annotated[int, typer.Option(help="Attention heads.", min=1)] = 4,
+    vocab: Annotated[int, typer.Option(help="Vocabulary.", min=1)] = 256,
+    batch: Annotated[int, typer.Option(help="Sequences per rank.", min=1)] = 2,
+    block: Annotated[int, typer.Option(help="Tokens per sequence.", min=1)] = 64,
+    dtype: Annotated[options.Dtype, typer.Option(help="Of everything.")] = options.Dtype.fp32,
+    device: Annotated[options.Device, typer.Option(help="CPU or GPU.")] = options.Device.cpu,
+    timeout_s: Annotated[float, typer.Option(help="Limit of one run, in seconds.")] = 1800.0,
+) -> None:
+    """Measure cold compile time of fxzero and plain torch.compile at several depths."""
+    names, reference = options.chosen(doors, peers)
+    workload = Workload(
+        layers=0,
+        hidden=hidden,
+        heads=heads,
+        vocab=vocab,
+        batch=batch,
+        block=block,
+        dtype=dtype.value,
+        device=device.value,
+    )
+    job = Job(
+        contender=names[0],
+        workload=workload,
+        measure="first_backward",
+        zero=zero,
+        fxzero_options=options.compile_options(fxzero_options),
+        threads=threads,
+        timeout_s=timeout_s,
+    )
+    jobs = [
+        replace(job, contender=name, workload=replace(workload, layers=layers))
+        for layers in parse_depths(depths)
+        for name in names
+    ]
+    facts = conditions("compile_time.py", job, ranks)
+    try:
+        results = launch_in_turns(jobs, ranks, repeat)
+    except RunError as error:
+        raise SystemExit(str(error)) from None
+    rows = [compile_row(*pair) for pair in zip(jobs, results, strict=True)]
+    facts |= {
+        "layers": sorted({row["layers"] for row in rows}),
+        "fxzero_options": job.fxzero_options,
+        "repeat": repeat,
+        "memory": f"above the imports, largest rank; {results[0][0][0]['memory_method']}",
+        "first_backward_s": "first forward and backward, slowest rank, imports not counted",
+        "compile_cache": "empty at the start of each run",
+    }
+    write_json(json_path, facts, rows)
+    print(render(rows, reference))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,123 @@
+"""Who takes part: each function turns the plain GPT into one way to train it.
+
+    fxzero          fxzero.shard, then torch.compile(backend="fxzero")
+    ddp             DistributedDataParallel: nothing is sharded
+    fsdp2           fully_shard on every block, then on the rest; all resharded after forward
+    fsdp2_compile   the same, after torch.compile on every block, as torchtitan does it
+    inductor        ddp under torch.compile: the whole model in as few graphs as it can
+
+All get the same weights and the same optimizer, so that only the way to train differs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from examples.benchmarks.workload import Job
+from examples.models import GPT
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+class Training(NamedTuple):
+    """A model ready to train; `step(tokens, targets)` does all of it and returns the loss."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    step: Step
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train the model."""
+
+    build: Callable[[GPT, Job], Training]
+    zero: int | None
+    """ZeRO stage that it amounts to; None when the job says it."""
+    imports: Sequence[str] = ()
+    """Modules to load before memory is counted."""
+
+
+def ordinary(model: nn.Module) -> Training:
+    """Close the ordinary loop around a model: forward, backward, fused AdamW."""
+    optimizer = AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Training(model, optimizer, step)
+
+
+def fxzero_compiled(model: GPT, job: Job) -> Training:
+    """fxzero through its torch.compile door."""
+    import fxzero  # the peers must run without it
+
+    model = fxzero.shard(model, zero=job.zero)
+    return ordinary(torch.compile(model, backend="fxzero", options=dict(job.fxzero_options)))
+
+
+def ddp(model: GPT, job: Job) -> Training:
+    """DistributedDataParallel as it comes."""
+    return ordinary(DistributedDataParallel(model))
+
+
+def inductor(model: GPT, job: Job) -> Training:
+    """DistributedDataParallel under torch.compile as it comes."""
+    return ordinary(torch.compile(DistributedDataParallel(model)))
+
+
+def fsdp2(model: GPT, job: Job) -> Training:
+    """FSDP2, eager."""
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=True)
+    return ordinary(fully_shard(model, reshard_after_forward=True))
+
+
+def fsdp2_compile(model: GPT, job: Job) -> Training:
+    """FSDP2 with each block compiled: its hooks then stay outside the graphs."""
+    for block in model.blocks:
+        block.compile()
+    return fsdp2(model, job)
+
+
+CONTENDERS = {
+    "fxzero": Contender(fxzero_compiled, zero=None, imports=["fxzero", "fxzero.backend"]),
+    "ddp": Contender(ddp, zero=0),
+    "fsdp2": Contender(fsdp2, zero=3),
+    "fsdp2_compile": Contender(fsdp2_compile, zero=3),
+    "inductor": Contender(inductor, zero=0),
+}
+
+
+def build(job: Job) -> Training:
+    """Build the model and hand it to the contender that the job names."""
+    return CONTENDERS[job.contender].build(job.workload.model(), job)
+
+
+def stage(job: Job) -> int:
+    """Return the ZeRO stage that a job trains at."""
+    own = CONTENDERS[job.contender].zero
+    return job.zero if own is None else own
+
+
+def load_imports(job: Job) -> None:
+    """Load what the contender, or torch on its first step, would load lazily.
+
+    torch's optimizers load Dynamo even in an eager run; without this, modules would count
+    as training memory, and as compile time, for whoever triggers them.
+    """
+    for name in ("torch._dynamo", "torch._inductor.compile_fx", *CONTENDERS[job.contender].imports):
+        importlib.import_module(name)

@@ -1,0 +1,112 @@
+"""Run one job in fresh processes under torchrun and collect what its ranks measured.
+
+A rank that fails, or a run past its time limit, ends all processes of the run and raises
+`RunError` with the end of that rank's stderr. Each run has an empty compile cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+
+from examples.benchmarks.workload import Job
+
+ROOT = Path(__file__).resolve().parents[2]
+TAIL_LINES = 40
+
+RankResults = list[dict[str, Any]]
+
+
+class RunError(RuntimeError):
+    """A contender did not finish; the message says which, on which rank, and why."""
+
+
+def launch(job: Job, ranks: int) -> RankResults:
+    """Run `job` on `ranks` processes and return what each measured."""
+    with TemporaryDirectory(prefix="fxzero-benchmark-") as name:
+        folder = Path(name)
+        job.write(folder / "job.json")
+        try:
+            exit_code = _torchrun(job, ranks, folder)
+        except psutil.TimeoutExpired:
+            what = f"passed its limit of {job.timeout_s:g} s"
+            raise RunError(_explain(job, folder, what)) from None
+        if exit_code != 0:
+            raise RunError(_explain(job, folder, "failed"))
+        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def launch_in_turns(jobs: Sequence[Job], ranks: int, repeat: int) -> list[list[RankResults]]:
+    """Launch every job `repeat` times, in an order that rotates; return each job's results."""
+    results: list[list[RankResults]] = [[] for _ in jobs]
+    for turn in range(repeat):
+        for offset in range(len(jobs)):
+            index = (turn + offset) % len(jobs)
+            job = jobs[index]
+            results[index].append(launch(job, ranks))
+            what = f"{job.contender}, {job.workload.layers} layers"
+            print(f"repeat {turn + 1} of {repeat}: {what}: done", file=sys.stderr)
+    return results
+
+
+def _torchrun(job: Job, ranks: int, folder: Path) -> int:
+    """Start torchrun from the repository root, so that `examples` is importable."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(ranks), "--redirects", "3", "--log-dir", str(folder / "logs")),
+        *("-m", "examples.benchmarks.rank", str(folder / "job.json"), str(folder)),
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(job.threads),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
+    with (folder / "torchrun.log").open("w") as log:
+        process = psutil.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            return process.wait(job.timeout_s)
+        finally:
+            _end(process)
+
+
+def _end(process: psutil.Popen) -> None:
+    """End torchrun and its ranks, which live in sessions of their own."""
+    if not process.is_running():
+        return
+    family = [*process.children(recursive=True), process]
+    for member in family:
+        if member.is_running():
+            member.kill()
+    psutil.wait_procs(family, timeout=10)
+
+
+def _explain(job: Job, folder: Path, what: str) -> str:
+    """Name the rank that failed first, as torchrun saw it, and quote its stderr."""
+    report = (folder / "torchrun.log").read_text()
+    cause = re.search(
+        r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", report, flags=re.DOTALL
+    )
+    logs = sorted((folder / "logs").glob("*/attempt_0/*/stderr.log"))
+    if cause:
+        rank, exit_code = cause.groups()
+        what += f" on rank {rank} (exit code {exit_code})"
+        logs = [log for log in logs if log.parent.name == rank]
+    quotes = [f"stderr of rank {log.parent.name}:\n{_tail(log.read_text())}" for log in logs]
+    quotes = quotes or [f"torchrun:\n{_tail(report)}"]
+    return "\n".join([f"{job.contender} {what}", *quotes])
+
+
+def _tail(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines()[-TAIL_LINES:])

@@ -1,0 +1,101 @@
+"""What each rank process does: read a job, measure it, write `rank<N>.json`.
+
+    torchrun ... -m examples.benchmarks.rank JOB_FILE RESULT_FOLDER
+
+One process measures one contender once, so nothing is warm and nobody else's memory counts.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from examples.benchmarks.contenders import build, load_imports
+from examples.benchmarks.measure import PeakMeter, peak_meter, release_free_memory, timed_s
+from examples.benchmarks.workload import Job
+
+
+def start(meter: PeakMeter) -> int:
+    """Return the bytes in use before there is a model."""
+    release_free_memory()
+    meter.reset()
+    return meter.now_bytes()
+
+
+def measure_steps(job: Job, meter: PeakMeter) -> dict[str, Any]:
+    """Time whole training steps; the first one compiles, the last warm-up one settles memory."""
+    baseline_bytes = start(meter)
+    training = build(job)
+    seconds, losses = [], []
+    compile_peak_bytes = 0
+    for step in range(job.warmup + job.steps):
+        if step == job.warmup - 1:
+            release_free_memory()
+        if step == job.warmup:
+            compile_peak_bytes = meter.peak_bytes()
+            meter.reset()
+        batch = job.workload.sample(step, dist.get_rank())
+        dist.barrier()  # a rank that comes early must not time its wait for the others
+        loss, step_s = timed_s(job.workload.device, lambda batch=batch: training.step(*batch))
+        seconds.append(step_s)
+        losses.append(loss.item())
+    steady_peak_bytes = meter.peak_bytes()
+    return {
+        "first_step_s": seconds[0],
+        "step_ms": [step_s * 1e3 for step_s in seconds[job.warmup :]],
+        "losses": losses,
+        "peak_bytes": steady_peak_bytes - baseline_bytes,
+        "peak_with_compile_bytes": max(compile_peak_bytes, steady_peak_bytes) - baseline_bytes,
+    }
+
+
+def measure_first_backward(job: Job, meter: PeakMeter) -> dict[str, Any]:
+    """Time the first forward and backward, which compile."""
+    baseline_bytes = start(meter)
+    model = build(job).model
+    batch = job.workload.sample(0, dist.get_rank())
+    dist.barrier()
+    _, first_s = timed_s(job.workload.device, lambda: model(*batch).backward())
+    return {
+        "first_backward_s": first_s,
+        "peak_with_compile_bytes": meter.peak_bytes() - baseline_bytes,
+    }
+
+
+MEASURES = {"steps": measure_steps, "first_backward": measure_first_backward}
+
+
+def start_process_group(device: str) -> None:
+    """Join the other ranks over gloo on CPU, NCCL on CUDA."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+
+
+@record
+def main() -> None:
+    """Measure one job in this process."""
+    job, folder = Job.read(Path(sys.argv[1])), Path(sys.argv[2])
+    faulthandler.dump_traceback_later(0.7 * job.timeout_s)  # shows where a hang is
+    torch.set_num_threads(job.threads)
+    load_imports(job)
+    start_process_group(job.workload.device)
+    meter = peak_meter(job.workload.device)
+    result = {"memory_method": meter.method, **MEASURES[job.measure](job, meter)}
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads can abort the interpreter's own way out
+
+
+if __name__ == "__main__":
+    main()

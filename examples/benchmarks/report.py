@@ -1,0 +1,132 @@
+"""From what the ranks measured to rows, a table and a JSON file.
+
+A step takes as long as its slowest rank, and a run needs the memory of its largest one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+
+from examples.benchmarks.contenders import stage
+from examples.benchmarks.launch import RankResults
+from examples.benchmarks.workload import Job
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of one contender, over all its ranks."""
+
+    step_ms: list[float]
+    losses: list[float]
+    first_step_s: float
+    peak_bytes: int
+    peak_with_compile_bytes: int
+
+    @classmethod
+    def merge(cls, ranks: RankResults) -> Run:
+        """Take the slowest rank of each step, the largest rank, and the mean loss."""
+        return cls(
+            step_ms=[max(times) for times in zip(*(r["step_ms"] for r in ranks), strict=True)],
+            losses=[fmean(losses) for losses in zip(*(r["losses"] for r in ranks), strict=True)],
+            first_step_s=max(r["first_step_s"] for r in ranks),
+            peak_bytes=max(r["peak_bytes"] for r in ranks),
+            peak_with_compile_bytes=max(r["peak_with_compile_bytes"] for r in ranks),
+        )
+
+
+def compile_row(job: Job, repeats: Sequence[RankResults]) -> dict[str, Any]:
+    """Aggregate the repeats of one contender at one depth."""
+    first_s = [max(rank["first_backward_s"] for rank in ranks) for ranks in repeats]
+    peaks_bytes = [max(rank["peak_with_compile_bytes"] for rank in ranks) for ranks in repeats]
+    return {
+        "name": job.contender,
+        "zero": stage(job),
+        "layers": job.workload.layers,
+        "num_parameters": job.workload.num_parameters(),
+        "first_backward_s": median(first_s),
+        "min_s": min(first_s),
+        "max_s": max(first_s),
+        "peak_with_compile_bytes": median(peaks_bytes),
+    }
+
+
+def step_row(job: Job, runs: Sequence[Run], reference: Run) -> dict[str, Any]:
+    """Aggregate the repeats of one contender; losses are held against the reference's."""
+    step_ms = [time_ms for run in runs for time_ms in run.step_ms]
+    return {
+        "name": job.contender,
+        "zero": stage(job),
+        "median_ms": median(step_ms),
+        "min_ms": min(step_ms),
+        "max_ms": max(step_ms),
+        "peak_bytes": median(run.peak_bytes for run in runs),
+        "peak_with_compile_bytes": median(run.peak_with_compile_bytes for run in runs),
+        "first_step_s": median(run.first_step_s for run in runs),
+        "final_loss": runs[-1].losses[-1],
+        "max_loss_difference": max(loss_difference(run, reference) for run in runs),
+        "step_ms_per_repeat": [run.step_ms for run in runs],
+        "peak_bytes_per_repeat": [run.peak_bytes for run in runs],
+    }
+
+
+def loss_difference(run: Run, reference: Run) -> float:
+    """Return the largest relative difference of loss, over all steps."""
+    pairs = zip(run.losses, reference.losses, strict=True)
+    return max(abs(loss - expected) / abs(expected) for loss, expected in pairs)
+
+
+def conditions(script: str, job: Job, ranks: int) -> dict[str, Any]:
+    """Say what a reader needs to judge the figures, or to repeat them."""
+    return {
+        "command": shlex.join(["python", f"examples/benchmarks/{script}", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": cpu_model(),
+        "num_cores": os.cpu_count(),
+        "load_average_at_start": os.getloadavg()[0],
+        "gpu": torch.cuda.get_device_name() if job.workload.device == "cuda" else None,
+        "backend": "nccl" if job.workload.device == "cuda" else "gloo",
+        "ranks": ranks,
+        "threads_per_rank": job.threads,
+        **asdict(job.workload),
+    }
+
+
+def cpu_model() -> str:
+    """Return the processor's name where the system tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def write_json(path: Path, facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the conditions and the rows; the folder is made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"conditions": facts, "rows": rows}, indent=2) + "\n")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Align columns: the first to the left, figures to the right."""
+    lines = [header, *rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if index else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )

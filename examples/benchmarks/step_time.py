@@ -1,0 +1,125 @@
+"""Step time and memory of fxzero next to its peers, in one run.
+
+    python examples/benchmarks/step_time.py --peers ddp,fsdp2 --json step_time.json
+
+Every repeat runs every contender once, in an order that rotates, so that a machine that
+slows down slows all of them. Each run starts fresh processes with an empty compile cache.
+The losses show that all contenders train the same thing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # examples is not installed
+
+from examples.benchmarks import options
+from examples.benchmarks.launch import RunError, launch_in_turns
+from examples.benchmarks.report import Run, conditions, step_row, table, write_json
+from examples.benchmarks.workload import Job, Workload
+
+
+def render(rows: Sequence[dict[str, Any]], reference: str) -> str:
+    """Show the rows as a table, with ratios to the reference."""
+    base = next(row for row in rows if row["name"] == reference)
+    header = [
+        *("contender", "zero", "median ms", "min", "max", "time ratio"),
+        *("peak MB", "peak ratio", "with compile MB", "first step s", "loss", "loss diff"),
+    ]
+    lines = [
+        [
+            row["name"],
+            str(row["zero"]),
+            f"{row['median_ms']:.1f}",
+            f"{row['min_ms']:.1f}",
+            f"{row['max_ms']:.1f}",
+            f"{row['median_ms'] / base['median_ms']:.3f}",
+            f"{row['peak_bytes'] / 1e6:.1f}",
+            f"{row['peak_bytes'] / base['peak_bytes']:.3f}",
+            f"{row['peak_with_compile_bytes'] / 1e6:.1f}",
+            f"{row['first_step_s']:.2f}",
+            f"{row['final_loss']:.6f}",
+            f"{row['max_loss_difference']:.1e}",
+        ]
+        for row in rows
+    ]
+    return f"{table(header, lines)}\nratios are to {reference}"
+
+
+def main(
+    json_path: Annotated[Path, typer.Option("--json", help="Where to write the figures.")],
+    peers: Annotated[str, typer.Option(help="Whom to compare with, by comma.")] = "ddp,fsdp2",
+    doors: Annotated[str, typer.Option(help="fxzero's own contenders; may be empty.")] = "fxzero",
+    zero: Annotated[int, typer.Option(help="ZeRO stage of fxzero.", min=0, max=3)] = 3,
+    fxzero_options: Annotated[str, typer.Option(help="torch.compile options, as JSON.")] = "{}",
+    ranks: Annotated[int, typer.Option(help="Processes.", min=1)] = 2,
+    threads: Annotated[int, typer.Option(help="CPU threads per rank.", min=1)] = 1,
+    steps: Annotated[int, typer.Option(help="Timed steps per run.", min=1)] = 12,
+    warmup: Annotated[int, typer.Option(help="Steps before them.", min=2)] = 4,
+    repeat: Annotated[int, typer.Option(help="Runs per contender.", min=1)] = 3,
+    layers: Annotated[int, typer.Option(help="Transformer blocks.", min=1)] = 6,
+    hidden: Annotated[int, typer.Option(help="Width.", min=1)] = 512,
+    heads: Annotated[int, typer.Option(help="Attention heads.", min=1)] = 8,
+    vocab: Annotated[int, typer.Option(help="Vocabulary.", min=1)] = 1024,
+    batch: Annotated[int, typer.Option(help="Sequences per rank.", min=1)] = 2,
+    block: Annotated[int, typer.Option(help="Tokens per sequence.", min=1)] = 256,
+    dtype: Annotated[options.Dtype, typer.Option(help="Of everything.")] = options.Dtype.fp32,
+    device: Annotated[options.Device, typer.Option(help="CPU or GPU.")] = options.Device.cpu,
+    timeout_s: Annotated[float, typer.Option(help="Limit of one run, in seconds.")] = 900.0,
+) -> None:
+    """Measure step time and peak memory of fxzero and its peers, in turns."""
+    names, reference = options.chosen(doors, peers)
+    workload = Workload(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        vocab=vocab,
+        batch=batch,
+        block=block,
+        dtype=dtype.value,
+        device=device.value,
+    )
+    job = Job(
+        contender=names[0],
+        workload=workload,
+        zero=zero,
+        fxzero_options=options.compile_options(fxzero_options),
+        warmup=warmup,
+        steps=steps,
+        threads=threads,
+        timeout_s=timeout_s,
+    )
+    facts = conditions("step_time.py", job, ranks)
+    jobs = [replace(job, contender=name) for name in names]
+    try:
+        results = launch_in_turns(jobs, ranks, repeat)
+    except RunError as error:
+        raise SystemExit(str(error)) from None
+    runs = [[Run.merge(ranks) for ranks in repeats] for repeats in results]
+    loss_reference = "ddp" if "ddp" in names else reference
+    reference_run = runs[names.index(loss_reference)][0]
+    rows = [step_row(*pair, reference_run) for pair in zip(jobs, runs, strict=True)]
+    facts |= {
+        "num_parameters": workload.num_parameters(),
+        "fxzero_options": job.fxzero_options,
+        "steps": steps,
+        "warmup": warmup,
+        "repeat": repeat,
+        "memory": f"above the imports, largest rank; {results[0][0][0]['memory_method']}",
+        "peak_bytes": "over the timed steps, after the compiler's garbage was returned",
+        "peak_with_compile_bytes": "over building, compiling, and all steps",
+        "compile_cache": "empty at the start of each run",
+        "loss_reference": loss_reference,
+    }
+    write_json(json_path, facts, rows)
+    print(render(rows, reference))
+
+
+if __name__ == "__main__":
+    typer.run(main)

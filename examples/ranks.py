@@ -1,0 +1,121 @@
+"""One Hydra application, any number of processes.
+
+Rank 0 alone runs Hydra: it reads the command line, makes the output folder and sends
+each job to the other ranks. So every rank trains with one and the same configuration,
+a run has one folder, and the jobs of a sweep start in step:
+
+    rank 0    Hydra ── send ── job 0 ── Hydra ── send ── job 1 ── Hydra ── send Leave
+    rank 1    receive ──────── job 0 ── receive ──────── job 1 ── receive: leave
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fxzero
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    """This process's number; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many processes train together; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    """The mean of a 0-d tensor over all ranks. A collective call."""
+    value = value.detach().clone()
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value.item() / world_size()
+
+
+def set_threads(threads: int | None) -> None:
+    """CPU threads of this rank: those asked for, else OMP_NUM_THREADS, else a share of the cores.
+
+    torchrun sets OMP_NUM_THREADS=1 by itself when the user did not set it. A 1 under
+    torchrun therefore counts as not set; `trainer.threads=1` insists on it.
+    """
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if threads is None and local_ranks > 1 and os.environ.get("OMP_NUM_THREADS") == "1":
+        threads = max((os.cpu_count() or 1) // local_ranks, 1)
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class Leave:
+    """What rank 0 sends after the last job."""
+
+    code: int
+    """The exit status to leave with."""
+
+
+class JobFailed(SystemExit):
+    """A job failed on rank 0; where the other ranks stand in it is not known."""
+
+
+def launch(app: Callable[[], Any], job: Callable[..., Any]) -> None:
+    """Run a Hydra application on rank 0, and on the others each job that it sends."""
+    fxzero.init_distributed()
+    code = lead(app) if rank() == 0 else follow(job)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(code)
+
+
+def lead(app: Callable[[], Any]) -> int:
+    """Rank 0's part. Whatever Hydra ends with, the ranks that wait for a job are told."""
+    code = 0
+    try:
+        app()
+    except JobFailed:
+        raise  # nobody waits for a job: torchrun ends them
+    except SystemExit as leaving:  # 0 after --help, 1 after an error that Hydra has printed
+        code = int(leaving.code or 0)
+    _broadcast(Leave(code))
+    return code
+
+
+def follow(job: Callable[..., Any]) -> int:
+    """The part of all other ranks."""
+    while not isinstance(message := _broadcast(None), Leave):
+        job(*message)
+    return message.code
+
+
+def run_on_all_ranks(job: Callable[..., T], *args: Any) -> T:
+    """Called on rank 0, inside `launch`: run `job(*args)` everywhere, return its result here."""
+    _broadcast(args)
+    try:
+        return job(*args)
+    except Exception:
+        if world_size() == 1:
+            raise
+        # Hydra would go on to a sweep's next job while the other ranks still wait in a
+        # collective of this one. Leave instead: torchrun then ends them too.
+        traceback.print_exc()
+        raise JobFailed(1) from None
+
+
+def _broadcast(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

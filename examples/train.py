@@ -1,0 +1,230 @@
+"""Train a small GPT on bytes, its parameters sharded over the processes.
+
+    torchrun --standalone --nproc-per-node 2 examples/train.py
+    torchrun --standalone --nproc-per-node 2 examples/train.py -m zero=0,1,2,3
+    python examples/train.py model=gpt_lite precision=bf16 data=text data.path=book.txt
+
+Two lines of `train` are fxzero's: `fxzero.shard` and `backend="fxzero"`. The loop is the
+one that everybody writes. Settings are in `conf/`, logs go to `outputs/`.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import resource
+import sys
+import time
+from pathlib import Path
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where `examples` lies
+
+import fxzero
+from examples.data import Batches, file_text, split, stdlib_text
+from examples.logs import RunLog, StepNumbers, open_log
+from examples.models import GPT
+from examples.ranks import (
+    launch,
+    mean_over_ranks,
+    rank,
+    run_on_all_ranks,
+    set_threads,
+    world_size,
+)
+from examples.settings import DataSettings, Settings, TrainerSettings
+
+
+def train(settings: Settings, output: Path) -> float:
+    """Train one model, on every rank; returns its last validation loss."""
+    trainer = settings.trainer
+    set_threads(trainer.threads)
+    torch.manual_seed(trainer.seed)
+
+    with torch.device("meta"):
+        model = instantiate(settings.model)
+    model = fxzero.shard(
+        model,
+        zero=settings.zero,
+        param_dtype=settings.precision.param_dtype.value,
+        reduce_dtype=settings.precision.reduce_dtype.value,
+    )
+    torch.manual_seed(trainer.seed + rank())  # ranks start alike and drop out differently
+
+    # `compiled` has the parameters of `model`, which stays as it is for what is done
+    # rarely: validation and sampling.
+    compiled = model
+    if trainer.compile:
+        compiled = torch.compile(model, backend="fxzero", options=settings.fxzero)
+    optimizer = make_optimizer(model, settings)
+    schedule = make_schedule(optimizer, trainer)
+    train_batches, val_batches = make_batches(settings.data, trainer, model.config.block_size)
+
+    with open_log(output, settings) as log:
+        logged_step, logged_at = 0, time.perf_counter()
+        for step in range(1, trainer.steps + 1):
+            loss = compiled(*to_device(train_batches[step], model))
+            loss.backward()
+            grad_norm = clip_grad_norm_(model.parameters(), trainer.clip_grad_norm)
+            lr = schedule.get_last_lr()[0]
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+            if step == 1 or step % trainer.log_every == 0 or step == trainer.steps:
+                mean_loss = mean_over_ranks(loss)
+                rows = (step - logged_step) * trainer.batch_size
+                seconds = time.perf_counter() - logged_at
+                numbers = StepNumbers(
+                    loss=mean_loss,
+                    lr=lr,
+                    grad_norm=to_float(grad_norm),
+                    tokens_per_s=rows * model.config.block_size / seconds,
+                    peak_bytes=peak_bytes(),
+                    **(collectives_per_step(model) if trainer.compile else {}),
+                )
+                log.step(step, numbers)
+                logged_step, logged_at = step, time.perf_counter()
+            if step % trainer.val_every == 0 and step < trainer.steps:
+                val_loss = evaluate(model, val_batches, trainer.val_batches)
+                log.record(step, val_loss=val_loss)
+                log.say(f"after {step} steps: validation loss {val_loss:.3f}")
+                logged_step, logged_at = step, time.perf_counter()
+
+        return finish(model, train_batches, val_batches, trainer, log)
+
+
+def finish(
+    model: GPT,
+    train_batches: Batches,
+    val_batches: Batches,
+    trainer: TrainerSettings,
+    log: RunLog,
+) -> float:
+    """Final losses on both parts of the text, and a sample."""
+    train_loss = evaluate(model, train_batches, trainer.val_batches)
+    val_loss = evaluate(model, val_batches, trainer.val_batches)
+    log.record(trainer.steps, final_train_loss=train_loss, final_val_loss=val_loss)
+    if trainer.sample_length:
+        log.sample(sample(model, trainer.sample_length, trainer.seed))
+    log.say(f"final loss: train {train_loss:.3f}, validation {val_loss:.3f}; logs in {log.output}")
+    return val_loss
+
+
+def make_optimizer(model: nn.Module, settings: Settings) -> Optimizer:
+    """The optimizer that the settings name. Matrices decay; biases and norms do not."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return instantiate(settings.optimizer, _partial_=True)(groups)
+
+
+def make_schedule(optimizer: Optimizer, trainer: TrainerSettings) -> LambdaLR:
+    """A learning rate that rises in a line, then falls as a cosine."""
+
+    def factor(step: int) -> float:
+        if step < trainer.warmup_steps:
+            return (step + 1) / trainer.warmup_steps
+        done = (step - trainer.warmup_steps) / max(trainer.steps - trainer.warmup_steps, 1)
+        cosine = (1 + math.cos(math.pi * min(done, 1.0))) / 2
+        return trainer.min_lr_ratio + (1 - trainer.min_lr_ratio) * cosine
+
+    return LambdaLR(optimizer, factor)
+
+
+def make_batches(
+    data: DataSettings, trainer: TrainerSettings, block_size: int
+) -> tuple[Batches, Batches]:
+    """This rank's batches to train and to validate on."""
+    text = file_text(data.path, data.max_bytes) if data.path else stdlib_text(data.max_bytes)
+    train_batches, val_batches = (
+        Batches(part, block_size, trainer.batch_size, trainer.seed, rank(), world_size())
+        for part in split(text, data.val_fraction)
+    )
+    return train_batches, val_batches
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Batches, num_batches: int) -> float:
+    """The mean loss over the first batches, the same on every rank. A collective call."""
+    model.eval()
+    losses = [model(*to_device(batches[i], model)) for i in range(num_batches)]
+    model.train()
+    return mean_over_ranks(torch.stack(losses).mean())
+
+
+def sample(model: GPT, num_bytes: int, seed: int) -> str:
+    """Text that the model writes after a line break, the same on every rank. Collective."""
+    device = next(model.parameters()).device
+    prompt = torch.tensor([list(b"\n")], device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    tokens = model.generate(prompt, num_bytes, generator=generator)
+    return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+def to_device(batch: tuple[Tensor, Tensor], model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Bring tokens and targets to where the model is."""
+    device = next(model.parameters()).device
+    tokens, targets = batch
+    return tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+
+def to_float(norm: Tensor) -> float:
+    """A norm as a number; that of shards is first added up over the ranks."""
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def peak_bytes() -> int:
+    """Most memory so far: of the GPU's tensors, without a GPU of the whole process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): kilobytes but for macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def collectives_per_step(model: nn.Module) -> dict[str, int]:
+    """What one compiled step sends: counts, and bytes of full parameters and gradients."""
+    report = fxzero.report(model)
+    return {
+        "num_gathers": report.num_gathers,
+        "num_reduces": report.num_reduces,
+        "gathered_bytes": report.gathered_bytes,
+        "reduced_bytes": report.reduced_bytes,
+    }
+
+
+def forget() -> None:
+    """Free what a job leaves behind, before a sweep's next one."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def job(settings: Settings, output: Path) -> float:
+    """One job of a sweep, or the only one."""
+    try:
+        return train(settings, output)
+    finally:
+        forget()
+
+
+@hydra.main(version_base="1.3", config_path="pkg://fxzero.conf", config_name="train")
+def main(cfg: DictConfig) -> float:
+    """What Hydra calls, on rank 0, for each job of the command line."""
+    output = Path(HydraConfig.get().runtime.output_dir)
+    return run_on_all_ranks(job, Settings.of(cfg), output)
+
+
+if __name__ == "__main__":
+    launch(main, job)

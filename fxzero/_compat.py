@@ -1,0 +1,217 @@
+"""The only module that touches private torch APIs.
+
+Each function says what it needs and from which versions it is known to hold
+(torch 2.11 to 2.13). Imports that cost time are made inside the functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+
+def resolve_process_group(name: str) -> dist.ProcessGroup:
+    """The process group that functional collectives know by `name`."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
+def init_fake_process_group(world_size: int, rank: int = 0) -> None:
+    """A process group of any size in one process, whose collectives move nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def default_store() -> dist.Store | None:
+    """The key-value store of the default process group."""
+    if not dist.is_initialized():
+        return None
+    return dist.distributed_c10d._get_default_store()
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the running backward was called with ``retain_graph=True``."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def active_ddp_module() -> Any:
+    """The DistributedDataParallel module whose forward is running, if any."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel._get_active_ddp_module()
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, fake ones included."""
+    return tensor.untyped_storage()._cdata
+
+
+def fake_mode_of(graph: fx.Graph) -> Any:
+    """The FakeTensorMode of the graph's values, None for a graph without tensors."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        mode = getattr(value, "fake_mode", None)
+        if mode is not None:
+            return mode
+    return None
+
+
+def is_script_object(value: Any) -> bool:
+    """Whether a graph input is an opaque object, such as a DTensor's mesh."""
+    return type(value).__name__ == "FakeScriptObject" or isinstance(value, torch.ScriptObject)
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a value is a symbolic number."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def input_source_name(node: fx.Node) -> str:
+    """Where Dynamo took a graph input from: ``"L['self']._modules['h']._parameters['w']"``."""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", "") if source is not None else ""
+    return name() if callable(name) else name
+
+
+def input_index(node: fx.Node) -> int | None:
+    """Which input of Dynamo's graph a joint graph's placeholder is, or is a part of."""
+    desc = node.meta.get("desc")
+    while desc is not None and not hasattr(desc, "idx"):
+        desc = getattr(desc, "base", None)
+    return getattr(desc, "idx", None) if type(desc).__name__ == "PlainAOTInput" else None
+
+
+def gradient_index(desc: Any) -> int | None:
+    """Of which input a joint graph's output is the gradient."""
+    if type(desc).__name__ == "SubclassGetAttrAOTOutput":
+        desc = desc.base
+    if type(desc).__name__ != "GradAOTOutput":
+        return None
+    grad_of = desc.grad_of
+    while grad_of is not None and not hasattr(grad_of, "idx"):
+        grad_of = getattr(grad_of, "base", None)
+    return getattr(grad_of, "idx", None)
+
+
+def checkpoint_tag(node: fx.Node) -> str:
+    """What `torch.utils.checkpoint` asked of a node: ``"save"``, ``"recompute"`` or ``""``."""
+    policy = node.meta.get("recompute")
+    name = getattr(policy, "name", "")
+    if name in ("MUST_RECOMPUTE", "PREFER_RECOMPUTE"):
+        return "recompute"
+    return "save" if name in ("MUST_SAVE", "PREFER_SAVE") else ""
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """The decompositions after which Inductor can lower a graph."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def aot_compile(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    inference: Callable[..., Any],
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    decompositions: dict[Any, Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Run AOTAutograd on Dynamo's graph, with our partitioner and compilers."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    compiler = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=partition,
+        decompositions=decompositions,
+    )
+    return compiler(module, inputs)
+
+
+def forget_donated_buffers() -> None:
+    """Tell AOTAutograd that we free saved tensors ourselves.
+
+    It would otherwise refuse ``retain_graph=True`` on behalf of Inductor, which reuses
+    their memory without asking; `release_saved` asks.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
+def extract_forward_backward(
+    joint: fx.GraphModule,
+    saved: list[fx.Node],
+    saved_symbols: list[fx.Node],
+    num_forward_outputs: int,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint graph whose nodes carry `set_side` marks, in AOTAutograd's conventions.
+
+    What is saved is decided by the caller. The extraction keeps the order of nodes.
+    """
+    from torch._functorch.partitioners import _extract_fwd_bwd_modules
+
+    return _extract_fwd_bwd_modules(
+        joint, saved, saved_symbols, num_fwd_outputs=num_forward_outputs
+    )
+
+
+def set_side(node: fx.Node, *, backward: bool) -> None:
+    """Fix the side of the cut on which `extract_forward_backward` puts a node."""
+    node.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
+
+
+@contextlib.contextmanager
+def fresh_tracing_context(fake_mode: Any) -> Iterator[None]:
+    """Compile something inside a compilation without disturbing the outer one's metadata."""
+    with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
+        yield
+
+
+def inductor_compile(module: fx.GraphModule, inputs: list[Any]) -> Callable[[list[Any]], Any]:
+    """Compile one region: a function of a list of inputs, which it empties.
+
+    All outputs are user-visible, so that their strides are those of the graph.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.fx_passes.replace_random import replace_random_passes
+
+    replace_random_passes(module)
+    output = next(iter(reversed(module.graph.nodes)))
+    outputs = output.args[0]
+    output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
+    return compile_fx_inner(module, inputs)  # type: ignore[no-any-return]
+
+
+def passing_through_dynamo(error: Exception) -> Exception:
+    """The same error in a form that Dynamo hands to the caller as it is.
+
+    Dynamo wraps what a backend raises in BackendCompilerFailed, which is no ValueError
+    and buries the message; errors derived from its ShortenTraceback go through.
+    """
+    from torch._dynamo.exc import ShortenTraceback
+
+    kind = type(error)
+    if isinstance(error, ShortenTraceback):
+        return error
+
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        ShortenTraceback.__init__(self, *args, first_useful_frame=None)
+
+    mixed = type(
+        kind.__name__,
+        (kind, ShortenTraceback),
+        {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__init__": initialise},
+    )
+    return mixed(*error.args).with_traceback(error.__traceback__)  # type: ignore[no-any-return]

@@ -1,0 +1,263 @@
+"""``torch.compile(model, backend="fxzero")``: from Dynamo's graph to a scheduled executable.
+
+    Dynamo graph → AOTAutograd's joint graph → passes → cut → passes per side → executable
+
+Dynamo finds `fxzero` through the ``torch_dynamo_backends`` entry point. A model that
+`fxzero.shard` has not seen is stage 0: its parameters' gradients are all-reduced.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fxzero import _compat
+from fxzero.config import Config
+from fxzero.errors import ConfigError, FxZeroError, FxZeroWarning
+from fxzero.graph import StepGraph
+from fxzero.graph.cut import Sides, cut
+from fxzero.graph.verify import check_ranks
+from fxzero.groups import Group, init_distributed
+from fxzero.params import ModelState, ParamSpec, is_ignored, register, spec_of
+from fxzero.passes.base import Context, Fact
+from fxzero.passes.lower_regions import RegionBackend
+from fxzero.passes.pipeline import PassRecord, run_passes
+from fxzero.passes.release_saved import private_saved
+from fxzero.passes.shard_params import shard_source
+from fxzero.replicas import check_equal
+from fxzero.runtime.executor import executable
+
+_UNSHARD = torch.ops.fxzero.unshard.default
+
+
+@dataclass
+class Compilation:
+    """One graph on its way through the compiler, and what was noted on the way."""
+
+    config: Config
+    plain: dict[int, ParamSpec]
+    """Parameters of a model that was not sharded, by position among the graph's inputs."""
+    context: Context = field(default_factory=Context)
+    records: list[PassRecord] = field(default_factory=list)
+    joint: StepGraph | None = None
+    """The scheduled graph of the whole step."""
+    sides: list[StepGraph] = field(default_factory=list)
+    """What was lowered: forward and backward, or a forward alone."""
+
+    def partition(
+        self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """AOTAutograd's partitioner: run the joint passes and cut."""
+        graph = self.read(module, num_fwd_outputs)
+        self.schedule(graph)
+        sides = self.cut(graph)
+        return sides.forward.module, sides.backward.module
+
+    def read(self, module: fx.GraphModule, num_forward_outputs: int) -> StepGraph:
+        """Find out which inputs and outputs belong to which parameter."""
+        specs: dict[str, ParamSpec] = {}
+        inputs: dict[fx.Node, str] = {}
+        by_index: dict[int, str] = {}
+        for marker in module.graph.find_nodes(op="call_function", target=_UNSHARD):
+            spec = spec_of(marker.args[1])
+            source = shard_source(marker.args[0])
+            specs[spec.key] = spec
+            inputs[source] = spec.key
+            index = _compat.input_index(source)
+            if index is not None:
+                by_index[index] = spec.key
+        for node in module.graph.find_nodes(op="placeholder"):
+            index = _compat.input_index(node)
+            if index in self.plain and node not in inputs:
+                spec = self.plain[index]
+                specs[spec.key] = spec
+                inputs[node] = spec.key
+                by_index[index] = spec.key
+        output = next(iter(reversed(module.graph.nodes)))
+        descriptions = output.meta.get("desc") or ()
+        gradients = {}
+        for position, description in enumerate(descriptions):
+            index = _compat.gradient_index(description)
+            if index in by_index and isinstance(output.args[0][position], fx.Node):
+                value = output.args[0][position].meta.get("val")
+                if isinstance(value, torch.Tensor):
+                    gradients[position] = by_index[index]
+        return StepGraph(
+            module,
+            num_forward_outputs=num_forward_outputs,
+            specs=specs,
+            inputs=inputs,
+            gradients=gradients,
+        )
+
+    def schedule(self, graph: StepGraph) -> None:
+        """Run the passes of the whole step, and see that all ranks decide alike."""
+        self.joint = graph
+        self.records += run_passes(
+            self.config.joint_passes(), graph, self.context, keep_text=self.config.keep_text
+        )
+        if dist.is_initialized():
+            check_ranks(graph, _identity(graph), dist.get_rank())
+        self.warn()
+
+    def cut(self, graph: StepGraph) -> Sides:
+        """Split the scheduled graph; backward may free what only it can see."""
+        from fxzero.graph.cut import crossing
+
+        values, _ = crossing(graph)
+        forward_outputs = [
+            n for n in graph.output_values[: graph.num_forward_outputs] if isinstance(n, fx.Node)
+        ]
+        return cut(graph, private_saved(graph.graph, values, forward_outputs))
+
+    def lower(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """AOTAutograd's compiler of one side."""
+        _compat.forget_donated_buffers()
+        assert self.joint is not None
+        side = StepGraph(module, num_forward_outputs=0, specs=self.joint.specs)
+        self.sides.append(side)
+        self.records += run_passes(
+            self.config.side_passes(),
+            side,
+            self.context,
+            given={Fact.STAMPED, Fact.GATHERED, Fact.CUT},
+            keep_text=self.config.keep_text,
+        )
+        self.warn()
+        states = {id(s.state): s.state for s in self.joint.specs.values()}
+        return executable(side, list(states.values()))
+
+    def infer(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """AOTAutograd's compiler of a graph without backward."""
+        output = next(iter(reversed(module.graph.nodes)))
+        graph = self.read(module, len(output.args[0]))
+        self.schedule(graph)
+        return self.lower(module, inputs)
+
+    def warn(self) -> None:
+        """Report settings that cannot take effect."""
+        messages, self.context.warnings = self.context.warnings, []
+        for message in messages:
+            if self.config.strict:
+                raise ConfigError(f"{message} (an error because strict=True)")
+            warnings.warn(message, FxZeroWarning, stacklevel=2)
+
+
+observers: list[Callable[[Compilation], None]] = []
+"""Called with every compilation when it starts; `fxzero inspect` listens here."""
+
+
+def fxzero(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one of Dynamo's graphs.
+
+    Args:
+        options: settings of `fxzero.Config`.
+        mode: torch.compile's modes belong to Inductor; only ``"default"`` has a meaning here.
+
+    Raises:
+        ConfigError: an unknown option, or a mode.
+    """
+    try:
+        if mode not in (None, "default"):
+            raise ConfigError(
+                f"mode={mode!r} belongs to backend='inductor'. Drop it, and pass "
+                "options={'lower_regions': {'backend': 'inductor'}} for fused regions."
+            )
+        config = Config.from_options(options)
+        compilation = Compilation(config, plain=_plain_parameters(module, example_inputs))
+        for observe in observers:
+            observe(compilation)
+        return _compat.aot_compile(
+            module,
+            example_inputs,
+            forward=compilation.lower,
+            backward=compilation.lower,
+            inference=compilation.infer,
+            partition=compilation.partition,
+            decompositions=_decompositions(config),
+        )
+    except FxZeroError as error:
+        raise _compat.passing_through_dynamo(error) from None
+
+
+def _decompositions(config: Config) -> dict[Any, Callable[..., Any]]:
+    """Inductor lowers decomposed graphs; torch's own kernels want whole operators."""
+    if config.lower_regions.backend is RegionBackend.INDUCTOR:
+        return _compat.inductor_decompositions()
+    return {}
+
+
+_plain_specs = WeakIdKeyDictionary()
+_PATH = re.compile(r"_(?:modules|parameters)\['([^']+)'\]")
+
+
+def _plain_parameters(
+    module: fx.GraphModule, example_inputs: Sequence[Any]
+) -> dict[int, ParamSpec]:
+    """Specs of the trainable parameters of a model that nobody sharded: stage 0."""
+    if _compat.active_ddp_module() is not None:
+        return {}  # DistributedDataParallel reduces the gradients itself
+    placeholders = module.graph.find_nodes(op="placeholder")
+    if any(True for _ in module.graph.find_nodes(op="call_function", target=_UNSHARD)):
+        return {}
+    found = {
+        i: (value, _qualified_name(node))
+        for i, (node, value) in enumerate(zip(placeholders, example_inputs, strict=False))
+        if isinstance(value, nn.Parameter)
+        and value.requires_grad
+        and not isinstance(value, DTensor)
+        and not is_ignored(value)
+    }
+    if not found or init_distributed(next(iter(found.values()))[0].device.type) is None:
+        return {}
+    group = Group.of(dist.group.WORLD)
+    if group.size == 1:
+        return {}
+    new = {i: item for i, item in found.items() if item[0] not in _plain_specs}
+    check_equal({name: parameter for parameter, name in new.values()})
+    state = ModelState(zero=0, number=-1)
+    for parameter, name in new.values():
+        _plain_specs[parameter] = register(
+            ParamSpec(
+                name=name,
+                key=f"plain/{name}",
+                state=state,
+                shape=tuple(parameter.shape),
+                dtype=parameter.dtype,
+                compute_dtype=parameter.dtype,
+                reduce_dtype=parameter.dtype,
+                replica_groups=(group,),
+            )
+        )
+    return {i: _plain_specs[parameter] for i, (parameter, _) in found.items()}
+
+
+def _qualified_name(node: fx.Node) -> str:
+    """A parameter's name, from where Dynamo found it."""
+    parts = [p for p in _PATH.findall(_compat.input_source_name(node)) if p != "_orig_mod"]
+    return ".".join(parts) or node.name
+
+
+def _identity(graph: StepGraph) -> str:
+    """What ranks call the same graph: its parameters, its outputs, how gradients sync."""
+    import hashlib
+
+    words = sorted(graph.specs)
+    words += [str(len(graph.output_values)), str(len(graph.gradients))]
+    words += sorted({s.state.sync for s in graph.specs.values()})
+    return hashlib.sha256("|".join(words).encode()).hexdigest()[:16]

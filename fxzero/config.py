@@ -1,0 +1,112 @@
+"""Typed settings: one dataclass, filled alike from ``options={...}`` and from Hydra.
+
+A pass is its own settings, so `Config` is a record of passes. An unknown key is an
+error that names the nearest right one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, TypeVar, Union
+
+from fxzero.errors import ConfigError, nearest
+from fxzero.passes import (
+    Bucket,
+    LowerRegions,
+    Pass,
+    Prefetch,
+    Recompute,
+    ReleaseSaved,
+    ShardGrads,
+    ShardParams,
+    StampNodes,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that can be set about a compilation."""
+
+    strict: bool = False
+    """Settings that cannot take effect are errors, not warnings."""
+    keep_text: bool = False
+    """Record the graph's text before and after each pass, for diffs."""
+    recompute: Recompute = field(default_factory=Recompute)
+    bucket: Bucket = field(default_factory=Bucket)
+    prefetch: Prefetch = field(default_factory=Prefetch)
+    lower_regions: LowerRegions = field(default_factory=LowerRegions)
+
+    @staticmethod
+    def from_options(options: Mapping[str, Any] | Config | None) -> Config:
+        """Read ``options={...}``: ``{"prefetch": {"distance": 2}, "strict": True}``.
+
+        Raises:
+            ConfigError: an unknown key, or a value that a setting cannot take.
+        """
+        if isinstance(options, Config):
+            return options
+        return build(Config, options or {}, "options")
+
+    def joint_passes(self) -> list[Pass]:
+        """The passes of the whole step graph, in order."""
+        return [
+            StampNodes(),
+            self.recompute,
+            ShardParams(),
+            ShardGrads(),
+            self.bucket,
+            self.prefetch,
+        ]
+
+    def side_passes(self) -> list[Pass]:
+        """The passes of each side of the cut, in order."""
+        return [ReleaseSaved(), self.lower_regions]
+
+
+def build(kind: type[T], values: Mapping[str, Any], where: str) -> T:
+    """Make a settings dataclass of a mapping, checking names and types.
+
+    Args:
+        where: the path of the mapping, for messages.
+
+    Raises:
+        ConfigError: an unknown key, or a value of another type.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where} takes a mapping of settings, not {values!r}")
+    hints = typing.get_type_hints(kind)
+    known = {f.name: hints[f.name] for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    arguments = {}
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"{where} has no setting {key!r}: {nearest(str(key), known)}")
+        arguments[key] = _convert(known[key], value, f"{where}.{key}")
+    return kind(**arguments)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return value if isinstance(value, hint) else build(hint, value, where)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        choices = [member.value for member in hint]
+        if value not in choices and not isinstance(value, hint):
+            raise ConfigError(f"{where}={value!r}: {nearest(str(value), choices)}")
+        return hint(value)
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        if value is None:
+            return None
+        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    if hint is bool and not isinstance(value, bool):
+        raise ConfigError(f"{where}={value!r} must be true or false")
+    if hint is int and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ConfigError(f"{where}={value!r} must be a whole number")
+    if hint is float and not isinstance(value, (int, float)):
+        raise ConfigError(f"{where}={value!r} must be a number")
+    return value

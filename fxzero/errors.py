@@ -1,0 +1,59 @@
+"""What fxzero raises, one tree.
+
+    FxZeroError
+    ├── ConfigError         (ValueError)    an option that does not exist or cannot hold
+    ├── ShardingError       (ValueError)    a model, parameter or mesh that cannot be sharded
+    ├── CaptureError        (RuntimeError)  a model whose step graph fxzero cannot read
+    ├── PassError           (RuntimeError)  a pass that was asked for something it cannot do
+    │   └── ContractError                   passes in an order that their contracts forbid
+    └── VerificationError   (RuntimeError)  a graph that breaks a rule which must always hold
+
+    FxZeroWarning           (UserWarning)   a setting that cannot take effect
+
+Every message says what was asked, what was found, where, and what to do next.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FxZeroError(Exception):
+    """Root of everything that fxzero raises on purpose."""
+
+
+class ConfigError(FxZeroError, ValueError):
+    """An option that does not exist, or a value that it cannot take."""
+
+
+class ShardingError(FxZeroError, ValueError):
+    """A model, a parameter or a mesh that `fxzero.shard` cannot work with."""
+
+
+class CaptureError(FxZeroError, RuntimeError):
+    """A model whose training step cannot be read as one graph."""
+
+
+class PassError(FxZeroError, RuntimeError):
+    """A pass that met something which it must not silently ignore."""
+
+
+class ContractError(PassError):
+    """A pipeline whose order breaks what one of its passes requires."""
+
+
+class VerificationError(FxZeroError, RuntimeError):
+    """A graph that breaks one of the rules of `fxzero.graph.verify`."""
+
+
+class FxZeroWarning(UserWarning):
+    """A setting that cannot take effect; an error under `strict=True`."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint for a misspelt name: ``did you mean 'bucket'? Known: bucket, prefetch``."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Known: {', '.join(names)}"

@@ -1,0 +1,62 @@
+"""Which operators move no bytes, and which nodes share memory.
+
+Read from operator schemas: an output annotated as a view shares its first aliased
+input's storage. The few operators whose schema hides an alias are named here.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+_aten = torch.ops.aten
+
+# Documented to return a view although the schema does not say so.
+_HIDDEN_VIEWS = {_aten._unsafe_view.default, _aten._reshape_alias.default}
+
+
+def view_base(node: fx.Node) -> fx.Node | None:
+    """The node whose memory this one looks at, None if it owns its memory."""
+    if node.op != "call_function":
+        return None
+    target = node.target
+    if target is operator.getitem:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return view_base(source)
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    if target in _HIDDEN_VIEWS or _is_view(target):
+        first = node.args[0] if node.args else None
+        return first if isinstance(first, fx.Node) else None
+    return None
+
+
+def _is_view(target: torch._ops.OpOverload) -> bool:
+    """Whether a schema annotates a return as an alias that is not written to."""
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node only looks at another node's memory."""
+    return view_base(node) is not None
+
+
+def root(node: fx.Node) -> fx.Node:
+    """The node that owns the memory that this one looks at."""
+    while (base := view_base(node)) is not None:
+        node = base
+    return node
+
+
+def alias_sets(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Nodes by the owner of their memory, in one walk over nodes in graph order."""
+    owner: dict[fx.Node, fx.Node] = {}
+    sets: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        base = view_base(node)
+        owner[node] = owner.get(base, base) if base is not None else node
+        sets.setdefault(owner[node], []).append(node)
+    return sets

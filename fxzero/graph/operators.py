@@ -1,0 +1,58 @@
+"""Kinds of operators that passes ask about."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from fxzero._compat import is_symbolic
+from fxzero.graph.aliases import is_view
+
+_aten = torch.ops.aten
+_prims = torch.ops.prims
+
+_CASTS = {
+    _prims.convert_element_type.default,
+    _aten._to_copy.default,
+}
+_COPIES = {_aten.clone.default}
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether running a node twice gives two results."""
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in node.target.tags
+    )
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether a node may be run again, or not at all, unseen."""
+    return node.op == "call_function" and not node.is_impure() and not is_random(node)
+
+
+def is_cast_or_copy(node: fx.Node) -> bool:
+    """Whether a node only changes dtype or layout."""
+    return node.target in _CASTS or node.target in _COPIES
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """Whether a node is a view, a cast, or computes each element from the same elements."""
+    if not is_pure(node) or is_symbolic(node.meta.get("val")):
+        return False
+    if is_view(node) or is_cast_or_copy(node) or node.target is operator.getitem:
+        return is_view(node) or is_cast_or_copy(node)
+    return isinstance(node.target, torch._ops.OpOverload) and (
+        torch.Tag.pointwise in node.target.tags
+    )
+
+
+def num_bytes(node: fx.Node) -> int:
+    """Bytes of a node's value; 0 when it is no tensor or has a symbolic shape."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    elements = value.numel()
+    return elements * value.element_size() if isinstance(elements, int) else 0

@@ -1,0 +1,97 @@
+"""What a node is, written on it once, so that nobody matches patterns to find out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import fx
+
+from fxzero.errors import VerificationError
+
+_KEY = "fxzero"
+
+
+class Phase(str, Enum):
+    """Which part of the training step a node belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Lane(str, Enum):
+    """Where a node runs."""
+
+    COMPUTE = "compute"
+    GATHER = "gather"
+    REDUCE = "reduce"
+
+
+class Role(str, Enum):
+    """What a node is for."""
+
+    INPUT = "input"
+    OUTPUT = "output"
+    COMPUTE = "compute"
+    UNSHARD = "unshard"
+    RESHARD = "reshard"
+    PREPARE = "prepare"
+    """Runs before a launch, on its inputs: a cast, padding."""
+    LAUNCH = "launch"
+    """Starts an asynchronous collective."""
+    PART = "part"
+    """Picks one tensor of a coalesced collective."""
+    WAIT = "wait"
+    """Joins the collective: its tensor may be read from here on."""
+    FINISH = "finish"
+    """Runs after a wait, on its result: unpadding, a cast."""
+    RELEASE = "release"
+    """Ends the life of a full parameter, or of a saved activation."""
+    KEEP = "keep"
+    """Keeps a full gradient on this rank, or takes back what was kept (`no_sync`)."""
+    REGION = "region"
+    """Calls a lowered region."""
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """One node's place in the step."""
+
+    phase: Phase
+    lane: Lane = Lane.COMPUTE
+    role: Role = Role.COMPUTE
+    layer: str = ""
+    """The repeated block it belongs to: see `fxzero.params.layer_of`."""
+    params: tuple[str, ...] = ()
+    """Keys of the parameters that it moves."""
+    bucket: str = ""
+    """The transfer that it is part of."""
+    made_by: str = "capture"
+    """The pass that made the node."""
+    again: str = ""
+    """For a recomputed node: the name of the node that it repeats."""
+
+
+def stamp_of(node: fx.Node) -> Stamp:
+    """Read a node's stamp.
+
+    Raises:
+        VerificationError: it has none.
+    """
+    found = node.meta.get(_KEY)
+    if not isinstance(found, Stamp):
+        raise VerificationError(
+            f"node {node.name} ({node.target}) has no stamp. A pass that makes nodes stamps them: "
+            "use StepGraph.call, or set_stamp."
+        )
+    return found
+
+
+def has_stamp(node: fx.Node) -> bool:
+    """Whether a node carries a stamp."""
+    return isinstance(node.meta.get(_KEY), Stamp)
+
+
+def set_stamp(node: fx.Node, stamp: Stamp) -> None:
+    """Write a node's stamp, over an earlier one."""
+    node.meta[_KEY] = stamp

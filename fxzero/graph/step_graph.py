@@ -1,0 +1,228 @@
+"""The step graph: one FX graph of a training step, in launch order, every node stamped."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxzero._compat import fake_mode_of
+from fxzero.graph.stamps import Phase, Role, Stamp, has_stamp, set_stamp, stamp_of
+from fxzero.params import ParamSpec
+
+_DTYPE_NAMES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+}
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective and the nodes that exist for it, in graph order."""
+
+    launch: fx.Node
+    prepare: tuple[fx.Node, ...]
+    parts: tuple[fx.Node, ...]
+    waits: tuple[fx.Node, ...]
+    finish: tuple[fx.Node, ...]
+
+    @property
+    def stamp(self) -> Stamp:
+        """The launch's stamp: phase, lane, layer, parameters, bucket."""
+        return stamp_of(self.launch)
+
+    @property
+    def tensors(self) -> list[fx.Node]:
+        """What the collective sends."""
+        sent = self.launch.args[0]
+        assert isinstance(sent, (list, tuple))
+        return list(sent)  # type: ignore[arg-type]
+
+    @property
+    def results(self) -> list[fx.Node]:
+        """What compute reads: the finished tensors, one for each that was sent."""
+        ends = []
+        for wait in self.waits:
+            node = wait
+            while (following := [u for u in node.users if u in self.finish]) != []:
+                node = following[0]
+            ends.append(node)
+        return ends
+
+
+class StepGraph:
+    """A joint graph, or one side of it after the cut, with what passes need to know of it.
+
+    Args:
+        module: the graph as AOTAutograd made it.
+        num_forward_outputs: how many of its outputs belong to the forward.
+        specs: the layout of each parameter in it, by key.
+        inputs: the key of the parameter that a placeholder holds, by placeholder.
+        gradients: the key of the parameter whose gradient an output is, by its position.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        *,
+        num_forward_outputs: int,
+        specs: Mapping[str, ParamSpec],
+        inputs: Mapping[fx.Node, str] | None = None,
+        gradients: Mapping[int, str] | None = None,
+    ) -> None:
+        self.module = module
+        self.num_forward_outputs = num_forward_outputs
+        self.specs = dict(specs)
+        self.inputs = dict(inputs or {})
+        self.gradients = dict(gradients or {})
+        self.fake_mode = fake_mode_of(module.graph)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The FX graph."""
+        return self.module.graph
+
+    @property
+    def output(self) -> fx.Node:
+        """The output node."""
+        return next(iter(reversed(self.graph.nodes)))
+
+    @property
+    def output_values(self) -> tuple[Any, ...]:
+        """What the graph returns: nodes, or None."""
+        values = self.output.args[0]
+        assert isinstance(values, (list, tuple))
+        return tuple(values)
+
+    def set_output_values(self, values: Iterable[Any]) -> None:
+        """Replace what the graph returns."""
+        self.output.args = (tuple(values),)
+
+    def nodes(
+        self, *, phase: Phase | None = None, role: Role | None = None
+    ) -> Iterator[fx.Node]:
+        """Nodes in launch order, of one phase or role if asked."""
+        for node in list(self.graph.nodes):
+            if node.op in ("placeholder", "output") and role not in (Role.INPUT, Role.OUTPUT):
+                continue
+            stamp = stamp_of(node)
+            if phase in (None, stamp.phase) and role in (None, stamp.role):
+                yield node
+
+    def call(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        stamp: Stamp,
+        like: fx.Node | None = None,
+        name: str | None = None,
+    ) -> fx.Node:
+        """Make a node at the graph's insertion point, with stamp, ``val`` and provenance.
+
+        Args:
+            like: the node whose stack trace and module stack the new one inherits.
+        """
+        node = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
+        set_stamp(node, stamp)
+        for key in ("stack_trace", "nn_module_stack"):
+            if like is not None and key in like.meta:
+                node.meta[key] = like.meta[key]
+        node.meta["val"] = self._value(target, args, kwargs or {})
+        return node
+
+    def _value(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        if target is operator.getitem or self.fake_mode is None:
+            return target(*fake_args, **fake_kwargs)
+        with self.fake_mode, torch.no_grad():
+            return target(*fake_args, **fake_kwargs)
+
+    def transfers(self, *, phase: Phase | None = None, name: str = "") -> list[Transfer]:
+        """All collectives, in launch order; of one phase, and one lane by its name."""
+        found = []
+        for launch in self.nodes(phase=phase, role=Role.LAUNCH):
+            if not name or stamp_of(launch).lane.value == name:
+                found.append(_transfer(launch))
+        return found
+
+    def reorder(self, order: Iterable[fx.Node]) -> None:
+        """Put the call nodes into another order; inputs stay first, the output last."""
+        output = self.output
+        for node in order:
+            output.prepend(node)
+
+    def text(self, *, only: Callable[[fx.Node], bool] | None = None) -> str:
+        """The graph, a line a node: value, operator, and the stamp where it is not plain."""
+        return "\n".join(_line(n) for n in self.graph.nodes if only is None or only(n))
+
+
+def _transfer(launch: fx.Node) -> Transfer:
+    parts = [user for user in launch.users if stamp_of(user).role is Role.PART]
+    waits = [user for part in parts for user in part.users if stamp_of(user).role is Role.WAIT]
+    return Transfer(
+        launch=launch,
+        prepare=tuple(_closure(launch.all_input_nodes, Role.PREPARE, lambda n: n.all_input_nodes)),
+        parts=tuple(parts),
+        waits=tuple(waits),
+        finish=tuple(
+            _closure([u for w in waits for u in w.users], Role.FINISH, lambda n: list(n.users))
+        ),
+    )
+
+
+def _closure(
+    seeds: Iterable[fx.Node], role: Role, following: Callable[[fx.Node], list[fx.Node]]
+) -> list[fx.Node]:
+    """Nodes of one role that are reached through nodes of that role, in graph order."""
+    found: dict[fx.Node, None] = {}
+    queue = list(seeds)
+    while queue:
+        node = queue.pop()
+        if node in found or node.op != "call_function" or stamp_of(node).role is not role:
+            continue
+        found[node] = None
+        queue.extend(following(node))
+    return sorted(found)
+
+
+def describe_value(value: Any) -> str:
+    """``f32[8, 16]`` for a tensor; lists and numbers as they are."""
+    if isinstance(value, torch.Tensor):
+        name = _DTYPE_NAMES.get(value.dtype, str(value.dtype).removeprefix("torch."))
+        return f"{name}{list(value.shape)}".replace("'", "")
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(describe_value(v) for v in value)})"
+    return type(value).__name__ if value is not None else "None"
+
+
+def _line(node: fx.Node) -> str:
+    value = describe_value(node.meta.get("val"))
+    if node.op == "placeholder":
+        return f"{node.name}: {value} = input"
+    if node.op == "output":
+        return f"return {node.args[0]}"
+    where = ""
+    if has_stamp(node):
+        stamp = stamp_of(node)
+        words = [stamp.phase.value, stamp.lane.value, stamp.role.value]
+        where = "  # " + " ".join([*words, *filter(None, [stamp.layer, stamp.bucket])])
+    arguments = [str(a) for a in node.args] + [f"{k}={v}" for k, v in node.kwargs.items()]
+    return f"{node.name}: {value} = {_target_name(node)}({', '.join(arguments)}){where}"
+
+
+def _target_name(node: fx.Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target).removesuffix(".default")
+    return getattr(node.target, "__name__", str(node.target))

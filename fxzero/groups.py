@@ -1,0 +1,107 @@
+"""Which processes share a parameter: from a mesh, or from what torchrun says.
+
+A one-axis mesh shards over all of its ranks. On a two-axis mesh (HSDP) parameters
+are sharded along the second axis and replicated along the first, the order that
+`torch.distributed.fsdp.fully_shard` uses too.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fxzero.errors import ShardingError
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Group:
+    """One axis of a mesh as this rank sees it."""
+
+    name: str
+    """The process group's name, by which functional collectives find it."""
+    size: int
+    """How many ranks it has."""
+    rank: int
+    """This process's place in it."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The torch process group behind the name."""
+        from fxzero._compat import resolve_process_group
+
+        return resolve_process_group(self.name)
+
+    @staticmethod
+    def of(process_group: dist.ProcessGroup) -> Group:
+        """Describe a torch process group."""
+        return Group(process_group.group_name, process_group.size(), process_group.rank())
+
+
+def init_distributed(device_type: str | None = None) -> dist.ProcessGroup | None:
+    """Join the process group that torchrun's variables describe, unless one exists.
+
+    NCCL on CUDA, gloo on CPU. Without torchrun's variables this is a single process:
+    nothing is made and ``None`` is returned.
+
+    Raises:
+        ShardingError: some of torchrun's variables are set and others are not.
+    """
+    if dist.is_initialized():
+        return dist.group.WORLD
+    missing = [name for name in _TORCHRUN if name not in os.environ]
+    if "RANK" in missing and "WORLD_SIZE" in missing:
+        return None
+    if missing:
+        found = ", ".join(name for name in _TORCHRUN if name not in missing)
+        raise ShardingError(
+            f"cannot join a process group: {', '.join(missing)} missing from the environment "
+            f"(found {found}). Start with torchrun, which sets all of them."
+        )
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device_type == "cuda":
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(local_rank)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+    else:
+        dist.init_process_group("gloo")
+    return dist.group.WORLD
+
+
+def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh | None:
+    """The mesh to shard over; ``None`` in a single process without a process group.
+
+    Raises:
+        ShardingError: the mesh has more than two axes, or not as many ranks as the world.
+    """
+    if mesh is None:
+        if init_distributed(device_type) is None:
+            return None
+        return init_device_mesh(device_type, (dist.get_world_size(),))
+    if mesh.ndim > 2:
+        raise ShardingError(
+            f"a mesh of {mesh.ndim} axes was given; fxzero.shard takes one axis (shard) or two "
+            "(replicate, shard). Pass the sub-mesh of those axes: mesh['replicate', 'shard']."
+        )
+    world_size = dist.get_world_size()
+    if mesh.size() != world_size:
+        raise ShardingError(
+            f"the mesh has {mesh.size()} ranks {tuple(mesh.shape)}, the world has {world_size}. "
+            "Make the mesh over all ranks, or start as many processes as it has."
+        )
+    return mesh
+
+
+def shard_axis(mesh: DeviceMesh) -> Group:
+    """The axis along which parameters are split: the last one."""
+    return Group.of(mesh.get_group(mesh.ndim - 1))
+
+
+def replica_axis(mesh: DeviceMesh) -> Group | None:
+    """The axis along which shards are repeated, if the mesh has one."""
+    return Group.of(mesh.get_group(0)) if mesh.ndim == 2 else None

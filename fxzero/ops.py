@@ -1,0 +1,165 @@
+"""The operators of a step graph: what is logically needed, and what physically happens.
+
+Logical, put in the model by `fxzero.shard` and replaced by passes:
+
+    unshard(shard, param, sync)       -> full parameter, in its compute dtype
+    reshard_grad(grad, param, sync)   -> this rank's shard of the reduced gradient
+
+Each has a fake kernel, and an eager kernel that runs a real collective, so that an
+uncompiled call, a graph break or a debugger computes the same thing. The backward
+of `unshard` is `reshard_grad`.
+
+Physical, put in the graph by passes next to `_c10d_functional`'s collectives:
+
+    keep_grad(grad, param)      -> a zero shard; the full gradient is kept on this rank
+    add_kept_grad(grad, param)  -> grad plus what was kept
+    release(tensors)            ends the life of gathered parameters
+    release_saved(tensors)      ends the life of saved activations, unless the caller
+                                asked autograd to retain the graph
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxzero._compat import backward_keeps_graph
+from fxzero.params import GradSync, ParamSpec, spec_of
+
+_library = torch.library.Library("fxzero", "DEF")
+_library.define("unshard(Tensor shard, str param, str sync) -> Tensor")
+_library.define("reshard_grad(Tensor grad, str param, str sync) -> Tensor")
+_library.define("keep_grad(Tensor grad, str param) -> Tensor")
+_library.define("add_kept_grad(Tensor grad, str param) -> Tensor")
+_library.define("release(Tensor(a!)[] tensors) -> ()")
+_library.define("release_saved(Tensor(a!)[] tensors) -> ()")
+
+
+def pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    """Append zero rows until dim 0 has `rows` of them."""
+    missing = rows - tensor.shape[0]
+    if missing == 0:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))])
+
+
+def _unshard(shard: Tensor, param: str, sync: str) -> Tensor:
+    spec = spec_of(param)
+    part = shard.detach().to(spec.compute_dtype)
+    if spec.shard_group is None:
+        # An operator's output may not alias its input.
+        return part.clone() if part.data_ptr() == shard.data_ptr() else part
+    part = pad_rows(part, spec.chunk_rows).contiguous()
+    full = part.new_empty((spec.padded_rows, *spec.shape[1:]))
+    dist.all_gather_into_tensor(full, part, group=spec.shard_group.process_group)
+    return full[: spec.shape[0]]
+
+
+def _unshard_fake(shard: Tensor, param: str, sync: str) -> Tensor:
+    spec = spec_of(param)
+    return shard.new_empty(spec.shape, dtype=spec.compute_dtype)
+
+
+def _average(tensor: Tensor, spec: ParamSpec) -> Tensor:
+    """Average over the groups that hold the same part. In place."""
+    for group in spec.replica_groups:
+        dist.all_reduce(tensor, group=group.process_group)
+        tensor.div_(group.size)
+    return tensor
+
+
+def _reshard_grad(grad: Tensor, param: str, sync: str) -> Tensor:
+    spec = spec_of(param)
+    if sync == GradSync.ACCUMULATE.value:
+        return _keep_grad(grad, param)
+    if sync == GradSync.REDUCE_ACCUMULATED.value:
+        grad = _add_kept_grad(grad, param)
+    full = grad.to(spec.reduce_dtype).contiguous()
+    if spec.shard_group is None:
+        copy = full.clone() if full.data_ptr() == grad.data_ptr() else full
+        return _average(copy, spec).to(spec.dtype)
+    full = pad_rows(full, spec.padded_rows)
+    part = full.new_empty((spec.chunk_rows, *spec.shape[1:]))
+    dist.reduce_scatter_tensor(part, full, group=spec.shard_group.process_group)
+    part.div_(spec.shard_group.size)
+    rows = spec.local_rows
+    return _average(part, spec)[: rows.stop - rows.start].to(spec.dtype)
+
+
+def _shard_like_fake(grad: Tensor, param: str, sync: str = "") -> Tensor:
+    spec = spec_of(param)
+    return grad.new_empty(spec.local_shape, dtype=spec.dtype)
+
+
+def _keep_grad(grad: Tensor, param: str) -> Tensor:
+    spec = spec_of(param)
+    state = spec.state
+    kept = state.kept.get(param)
+    if kept is None:
+        state.kept[param] = grad.to(spec.dtype, copy=True)
+    else:
+        kept.add_(grad)
+    if state.sync == GradSync.REDUCE.value:  # backward ran after `no_sync` was left
+        state.sync = GradSync.REDUCE_ACCUMULATED.value
+    return grad.new_zeros(spec.local_shape, dtype=spec.dtype)
+
+
+def _add_kept_grad(grad: Tensor, param: str) -> Tensor:
+    spec = spec_of(param)
+    state = spec.state
+    kept = state.kept.pop(param, None)
+    if not state.kept and state.sync == GradSync.REDUCE_ACCUMULATED.value:
+        state.sync = GradSync.REDUCE.value
+    parameter = spec.parameter() if spec.parameter is not None else None
+    # `keep_grad` leaves a zero gradient behind: None means that the caller has since
+    # called zero_grad(), which must also forget what was kept.
+    if kept is None or (parameter is not None and parameter.grad is None):
+        return grad.clone()
+    return kept.add_(grad)
+
+
+def _full_like_fake(grad: Tensor, param: str) -> Tensor:
+    return grad.new_empty(grad.shape, dtype=spec_of(param).dtype)
+
+
+def _release(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
+
+
+def _release_saved(tensors: list[Tensor]) -> None:
+    if not backward_keeps_graph():
+        _release(tensors)
+
+
+def _release_fake(tensors: list[Tensor]) -> None:
+    return None
+
+
+for _name, _eager, _fake in (
+    ("unshard", _unshard, _unshard_fake),
+    ("reshard_grad", _reshard_grad, _shard_like_fake),
+    ("keep_grad", _keep_grad, _shard_like_fake),
+    ("add_kept_grad", _add_kept_grad, _full_like_fake),
+    ("release", _release, _release_fake),
+    ("release_saved", _release_saved, _release_fake),
+):
+    _library.impl(_name, _eager, "CPU")
+    _library.impl(_name, _eager, "CUDA")
+    torch.library.register_fake(f"fxzero::{_name}", _fake, lib=_library)
+
+
+def _remember(ctx: Any, inputs: tuple[Tensor, str, str], output: Tensor) -> None:
+    _, ctx.param, ctx.sync = inputs
+
+
+def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return torch.ops.fxzero.reshard_grad(grad, ctx.param, ctx.sync), None, None
+
+
+torch.library.register_autograd(
+    "fxzero::unshard", _unshard_backward, setup_context=_remember, lib=_library
+)

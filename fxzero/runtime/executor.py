@@ -1,0 +1,57 @@
+"""Run a scheduled graph: its printed Python, called with a list of inputs.
+
+The generated code drops each name after its last use, so memory ends where the
+schedule says. `source` is that code, for people to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from fxzero.graph import Lane, StepGraph
+from fxzero.graph.operators import num_bytes
+from fxzero.params import ModelState, Traffic
+
+
+def traffic_of(graph: StepGraph) -> Traffic:
+    """What one run of a graph communicates, by what the collectives assemble or take apart."""
+    total = Traffic()
+    for transfer in graph.transfers():
+        if transfer.stamp.lane is Lane.GATHER:
+            total.num_gathers += 1
+            total.gathered_bytes += sum(num_bytes(n) for n in transfer.waits)
+        else:
+            total.num_reduces += 1
+            total.reduced_bytes += sum(num_bytes(n) for n in transfer.tensors)
+    return total
+
+
+def executable(graph: StepGraph, states: list[ModelState]) -> Callable[[list[Any]], Any]:
+    """The scheduled graph as a function of a list of inputs, which it empties.
+
+    Args:
+        states: the models whose traffic counters each run adds to.
+    """
+    graph.graph.lint()
+    graph.module.recompile()
+    module = graph.module
+    forward = module.forward
+    traffic = traffic_of(graph)
+
+    def call(inputs: list[Any]) -> Any:
+        arguments = list(inputs)
+        inputs.clear()
+        for state in states:
+            state.traffic.add(traffic)
+        return forward(*arguments)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def source(module: fx.GraphModule) -> str:
+    """The schedule as Python."""
+    return module.code

@@ -1,0 +1,175 @@
+"""Regions: compiled once per distinct structure, called from many places.
+
+Two regions have one structure when they apply the same operators with the same
+constants to inputs of the same shapes, strides, dtypes and devices. A hundred equal
+layers therefore cost one compilation, in one graph and across graphs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxzero._compat import fresh_tracing_context, inductor_compile, is_symbolic
+from fxzero.graph.aliases import view_base
+
+
+@dataclass
+class Structure:
+    """One compiled structure.
+
+    Callers rely on the graph's aliasing: they free memory by it. A compiler may place
+    one output inside of another (a concatenation's parts, say); the first call compares
+    real storages with `roots`, and outputs that share memory unexpectedly are copied
+    from then on.
+    """
+
+    run: Callable[[list[Any]], Sequence[Any]]
+    roots: tuple[int, ...]
+    """Per output, who owns its memory: an input ``-1 - i``, or a number of its own."""
+    keep: Any = None
+    """What the key's identities belong to, so that they stay unique."""
+    copied: frozenset[int] | None = None
+    """Outputs to copy; None before the first call."""
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        if self.copied is None:
+            return self._first_call(inputs)
+        outputs = self.run(inputs)
+        if self.copied:
+            outputs = [o.clone() if i in self.copied else o for i, o in enumerate(outputs)]
+        return outputs
+
+    def _first_call(self, inputs: list[Any]) -> Sequence[Any]:
+        owners = {_address(value): -1 - i for i, value in enumerate(inputs) if _has_memory(value)}
+        outputs = self.run(inputs)
+        copied = set()
+        for i, value in enumerate(outputs):
+            if _has_memory(value):
+                root = self.roots[i]
+                owner = owners.setdefault(_address(value), root)
+                # Inputs may alias each other: any input is as good as the expected one.
+                if owner != root and not (owner < 0 and root < 0):
+                    copied.add(i)
+        self.copied = frozenset(copied)
+        return [o.clone() if i in copied else o for i, o in enumerate(outputs)]
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.untyped_storage().nbytes() > 0
+
+
+def _address(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
+
+
+class Region:
+    """One place in a graph from which a structure is called."""
+
+    __module__ = "fxzero.runtime.regions"
+
+    def __init__(self, name: str, structure: Structure) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.structure = structure
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        return self.structure(list(inputs))
+
+    def __repr__(self) -> str:
+        return f"Region({self.__name__})"
+
+
+@dataclass
+class RegionCache:
+    """Structures by key, for the life of the process."""
+
+    structures: dict[object, Structure] = field(default_factory=dict)
+    compilations: int = 0
+
+    def get(self, module: fx.GraphModule, fake_mode: Any) -> Structure:
+        """The compiled structure of a region, compiling it if it is new."""
+        shape_env = getattr(fake_mode, "shape_env", None)
+        key, symbolic = structure_key(module, shape_env)
+        found = self.structures.get(key)
+        if found is None:
+            inputs = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
+            roots = output_roots(module.graph)
+            with fresh_tracing_context(fake_mode):
+                run = inductor_compile(module, inputs)
+            found = Structure(run, roots, keep=shape_env if symbolic else None)
+            self.structures[key] = found
+            self.compilations += 1
+        return found
+
+
+CACHE = RegionCache()
+
+
+def _describe(value: Any) -> tuple[object, bool]:
+    """What a compilation depends on in an input, and whether that is symbolic."""
+    if isinstance(value, Tensor):
+        symbolic = any(is_symbolic(s) for s in (*value.shape, *value.stride()))
+        offset = value.storage_offset()
+        shape = (str(tuple(value.shape)), str(tuple(value.stride())), str(offset))
+        return (*shape, value.dtype, value.device), symbolic or is_symbolic(offset)
+    return str(value), is_symbolic(value)
+
+
+def structure_key(module: fx.GraphModule, shape_env: Any) -> tuple[object, bool]:
+    """A key that is equal for regions of equal structure, and whether it is symbolic.
+
+    Symbols mean something only within one shape environment, so that is part of the key
+    of a symbolic region.
+    """
+    index: dict[fx.Node, int] = {}
+    parts: list[object] = []
+    any_symbolic = False
+    for node in module.graph.nodes:
+        index[node] = len(index)
+        if node.op == "placeholder":
+            description, symbolic = _describe(node.meta["val"])
+            any_symbolic |= symbolic
+            parts.append(description)
+            continue
+        arguments = fx.map_arg((node.args, node.kwargs), lambda n: _Reference(index[n]))
+        parts.append((node.op, node.target, repr(arguments)))
+    identity = id(shape_env) if any_symbolic else None
+    return (tuple(parts), torch.get_num_threads(), identity), any_symbolic
+
+
+class _Reference:
+    """A node in a key: its position."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def __repr__(self) -> str:
+        return f"%{self.position}"
+
+
+def output_roots(graph: fx.Graph) -> tuple[int, ...]:
+    """Per output, the owner of its memory: see `Structure.roots`."""
+    roots: dict[fx.Node, int] = {}
+    num_inputs = 0
+    for position, node in enumerate(graph.nodes):
+        base = view_base(node)
+        if node.op == "placeholder":
+            roots[node] = -1 - num_inputs
+            num_inputs += 1
+        elif base is not None:
+            roots[node] = roots[base]
+        else:
+            roots[node] = position
+    outputs = next(iter(reversed(graph.nodes))).args[0]
+    assert isinstance(outputs, (list, tuple))
+    return tuple(roots[n] for n in outputs if isinstance(n, fx.Node))
+
+
+def is_part(node: fx.Node) -> bool:
+    """Whether a node picks one result of another."""
+    return node.target is operator.getitem

@@ -1,0 +1,400 @@
+"""`fxzero.shard`: parameters become shards, and reading one asks for the full parameter.
+
+    before   linear.weight                    the full parameter
+    after    linear._parameters["weight"]     a DTensor holding this rank's rows
+             linear.weight                    fxzero::unshard(shard, "0/linear.weight", …)
+
+`state_dict`, `parameters()` and optimizers see the shards; `forward`, as its author
+wrote it, sees full parameters. The reading property lives in a subclass made for the
+module, so names, `isinstance` and hooks stay as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fxzero import materialize
+from fxzero.errors import FxZeroWarning, ShardingError
+from fxzero.groups import Group, replica_axis, resolve_mesh, shard_axis
+from fxzero.params import (
+    GradSync,
+    ModelState,
+    ParamSpec,
+    Traffic,
+    grad_sync,
+    ignore,
+    next_model_number,
+    register,
+)
+
+_KEYS = "_fxzero_keys"
+_STATE = "_fxzero_state"
+_SPECS = "_fxzero_specs"
+
+
+def shard(
+    model: nn.Module,
+    zero: int = 0,
+    *,
+    mesh: DeviceMesh | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    ignored: Collection[nn.Parameter] = (),
+) -> nn.Module:
+    """Shard a model's parameters for ZeRO training, in place.
+
+    Args:
+        model: any module on CPU, CUDA or the meta device. Values are taken from rank 0.
+            Meta modules are initialised one by one by their own ``reset_parameters()``
+            (then by the model's ``_init_weights(module)``, if it has one) and sharded at
+            once, so that no rank ever holds the whole model.
+        zero: the ZeRO stage. 0 replicates parameters and all-reduces gradients; 1 to 3
+            keep a ``DTensor`` ``Shard(0)`` of every parameter and differ in how long full
+            parameters and gradients live. 0-d parameters stay replicated.
+        mesh: one axis to shard over (default: all ranks), or two: replicate, shard.
+        param_dtype: compute in this dtype: shards are cast before they are gathered and
+            floating-point inputs of the model on entry. Master shards keep their dtype.
+        reduce_dtype: dtype in which gradients are reduced; default: the compute dtype.
+        ignored: parameters to leave alone. Their gradients are not reduced.
+
+    Returns:
+        The same module. In a single process nothing is split and nothing communicates.
+
+    Raises:
+        ShardingError: the model is sharded already, a parameter is not a leaf or is a
+            DTensor, the mesh does not match the world, a meta module cannot be
+            initialised. The model is then untouched.
+    """
+    ignored_ids = {id(parameter) for parameter in ignored}
+    _check(model, zero, param_dtype, reduce_dtype, ignored_ids)
+    mesh = resolve_mesh(mesh, _device_type(model, mesh))
+    state = ModelState(zero=zero, number=next_model_number())
+    make_spec = _spec_maker(state, mesh, param_dtype, reduce_dtype)
+    setattr(model, _STATE, state)
+    specs: dict[str, ParamSpec] = {}
+    _shard_modules(model, mesh, make_spec, specs, ignored_ids)
+    setattr(model, _SPECS, specs)  # keeps the specs alive as long as the model
+    if param_dtype is not None:
+        model.register_forward_pre_hook(_cast_inputs(param_dtype), with_kwargs=True)
+    return model
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Skip gradient reduction for the forwards run inside, and for their backwards.
+
+    Stages 0 and 1: full gradients are kept on each rank and joined to the next
+    synchronised backward, which reduces once. Until then ``.grad`` holds zeros; setting
+    it to None (``zero_grad()``) also forgets what was kept. Use ``loss.backward()``, not
+    ``torch.autograd.grad``. Stages 2 and 3 never keep full gradients: they reduce every
+    micro-batch, the context changes nothing and warns.
+
+    Raises:
+        ShardingError: the model was not sharded by `fxzero.shard`.
+    """
+    state = model_state(model)
+    if state is None:
+        raise ShardingError(
+            "fxzero.no_sync was given a model that fxzero.shard has not seen. "
+            "Call fxzero.shard(model, zero=0) first: stage 0 is plain data parallelism."
+        )
+    if state.zero >= 2:
+        warnings.warn(
+            f"fxzero.no_sync has no effect at zero={state.zero}: full gradients never outlive "
+            "their bucket there, so every micro-batch is reduced. Use zero=1 to reduce once.",
+            FxZeroWarning,
+            stacklevel=3,
+        )
+        yield
+        return
+    with grad_sync(state, GradSync.ACCUMULATE):
+        yield
+
+
+def report(model: nn.Module) -> Traffic:
+    """What the compiled graphs of a sharded model have communicated since `shard`.
+
+    Cumulative: take the difference of two reports for one step.
+
+    Raises:
+        ShardingError: the model was not sharded by `fxzero.shard`.
+    """
+    state = model_state(model)
+    if state is None:
+        raise ShardingError("fxzero.report was given a model that fxzero.shard has not seen")
+    return dataclasses.replace(state.traffic)
+
+
+def model_state(model: nn.Module) -> ModelState | None:
+    """The state that `shard` left on a model, looked for below wrappers too."""
+    for module in model.modules():
+        state = module.__dict__.get(_STATE)
+        if isinstance(state, ModelState):
+            return state
+    return None
+
+
+def param_specs(model: nn.Module) -> dict[str, ParamSpec]:
+    """The specs of a sharded model's parameters, by fully qualified name."""
+    for module in model.modules():
+        specs = module.__dict__.get(_SPECS)
+        if specs is not None:
+            return dict(specs)
+    return {}
+
+
+def _check(
+    model: nn.Module,
+    zero: int,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    ignored_ids: set[int],
+) -> None:
+    """Refuse what cannot be sharded, before anything is touched."""
+    if not isinstance(model, nn.Module):
+        raise ShardingError(f"fxzero.shard takes an nn.Module, not {type(model).__name__}")
+    if zero not in (0, 1, 2, 3):
+        raise ShardingError(f"zero={zero!r} is no ZeRO stage. Pass 0, 1, 2 or 3.")
+    for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ShardingError(f"{name}={dtype!r} is no floating-point torch.dtype")
+    for path, module in model.named_modules():
+        if _STATE in module.__dict__ or _KEYS in module.__dict__:
+            raise ShardingError(
+                f"{path or 'the model'!s} was sharded before. Call fxzero.shard once, on the "
+                "outermost module, before wrapping it in torch.compile."
+            )
+    known = set()
+    for name, parameter in model.named_parameters():
+        known.add(id(parameter))
+        if id(parameter) in ignored_ids:
+            continue
+        if isinstance(parameter, DTensor):
+            raise ShardingError(
+                f"parameter {name} is a DTensor ({parameter.placements}) already. Shard with one "
+                "tool: drop the other one, or name the parameter in ignored=."
+            )
+        if not parameter.is_leaf:
+            raise ShardingError(
+                f"parameter {name} is not a leaf: it was computed by {parameter.grad_fn}, so an "
+                "optimizer cannot update it. Make it an nn.Parameter of its own."
+            )
+    if not ignored_ids <= known:
+        raise ShardingError("ignored= names a tensor that is no parameter of this model")
+    materialize.check(model)
+
+
+def _device_type(model: nn.Module, mesh: DeviceMesh | None) -> str:
+    """Where shards will live: the mesh's device, else the model's, else CUDA if there is one."""
+    if mesh is not None:
+        return mesh.device_type
+    kinds = {tensor.device.type for tensor in model.parameters()} - {"meta"}
+    if len(kinds) == 1:
+        return kinds.pop()
+    if torch.distributed.is_initialized():
+        return "cuda" if "nccl" in torch.distributed.get_backend() else "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _spec_maker(
+    state: ModelState,
+    mesh: DeviceMesh | None,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+) -> Callable[[str, nn.Parameter], ParamSpec]:
+    """A function that decides how a parameter is laid out."""
+    split = shard_axis(mesh) if mesh is not None else None
+    replicas = replica_axis(mesh) if mesh is not None else None
+
+    def groups(parameter: nn.Parameter) -> tuple[Group | None, tuple[Group, ...]]:
+        sharded = state.zero > 0 and parameter.dim() > 0
+        repeated = (replicas,) if sharded else (split, replicas)
+        shard_group = split if sharded and split is not None and split.size > 1 else None
+        return shard_group, tuple(g for g in repeated if g is not None and g.size > 1)
+
+    def make(name: str, parameter: nn.Parameter) -> ParamSpec:
+        compute_dtype = parameter.dtype
+        if param_dtype is not None and parameter.is_floating_point():
+            compute_dtype = param_dtype
+        shard_group, replica_groups = groups(parameter)
+        return register(
+            ParamSpec(
+                name=name,
+                key=f"{state.number}/{name}",
+                state=state,
+                shape=tuple(parameter.shape),
+                dtype=parameter.dtype,
+                compute_dtype=compute_dtype,
+                reduce_dtype=reduce_dtype or compute_dtype,
+                shard_group=shard_group,
+                replica_groups=replica_groups,
+            )
+        )
+
+    return make
+
+
+def _shard_modules(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    make_spec: Callable[[str, nn.Parameter], ParamSpec],
+    specs: dict[str, ParamSpec],
+    ignored_ids: set[int],
+) -> None:
+    """Materialise, split and mark module after module; tied parameters stay tied."""
+    done: dict[int, tuple[nn.Parameter, ParamSpec]] = {}
+    keepalive: list[nn.Parameter] = []  # an id is only unique while its object lives
+    owners = list(model.named_modules())
+    device = torch.device(mesh.device_type if mesh is not None else _device_type(model, None))
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    for path, module in owners:
+        originals = {n: p for n, p in module._parameters.items() if p is not None}
+        keepalive.extend(originals.values())
+        tied = {n: done[id(p)][0] for n, p in originals.items() if id(p) in done}
+        materialize.module(model, path, module, device, tied)
+        keys: dict[str, str] = {}
+        for name, original in originals.items():
+            if id(original) in ignored_ids:
+                ignore(original)
+                continue
+            if id(original) not in done:
+                full = module._parameters[name]
+                assert full is not None
+                spec = make_spec(f"{path}.{name}" if path else name, full)
+                parameter = _split(full, spec, mesh, device)
+                spec = register(dataclasses.replace(spec, parameter=weakref.ref(parameter)))
+                specs[spec.name] = spec
+                done[id(original)] = (parameter, spec)
+            parameter, spec = done[id(original)]
+            module._parameters[name] = parameter
+            if mesh is not None or spec.compute_dtype != spec.dtype:
+                keys[name] = spec.key
+        _mark(module, keys, getattr(model, _STATE))
+    _broadcast_buffers(model, mesh)
+
+
+def _split(
+    full: nn.Parameter, spec: ParamSpec, mesh: DeviceMesh | None, device: torch.device
+) -> nn.Parameter:
+    """This rank's part of a parameter, with rank 0's values. The full one can then go."""
+    if mesh is None:
+        return full
+    values = full.detach().to(device).contiguous()
+    torch.distributed.broadcast(values, src=0)
+    if spec.state.zero == 0:
+        if full.device == device:
+            full.detach().copy_(values)
+            return full
+        return nn.Parameter(values, requires_grad=full.requires_grad)
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    if spec.shape:
+        placements[-1] = Shard(0)
+    if spec.shard_group is not None:
+        values = values[spec.local_rows].clone()
+    distributed = DTensor.from_local(
+        values,
+        mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(spec.shape),
+        stride=_contiguous_stride(spec.shape),
+    )
+    return nn.Parameter(distributed, requires_grad=full.requires_grad)
+
+
+def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _broadcast_buffers(model: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Give every rank rank 0's buffers; afterwards torch keeps them as it always does."""
+    if mesh is None:
+        return
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if buffer.device.type != mesh.device_type:
+                buffer = module._buffers[name] = buffer.to(mesh.device_type)
+            values = buffer.detach().contiguous()
+            torch.distributed.broadcast(values, src=0)
+            if values.data_ptr() != buffer.data_ptr():
+                buffer.copy_(values)
+
+
+def _reader(name: str) -> property:
+    """A property that reads a parameter as its full self."""
+
+    def read(self: nn.Module) -> Any:
+        parameter = self._parameters[name]
+        if parameter is None:
+            return None
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        keys: dict[str, str] = getattr(self, _KEYS)
+        return torch.ops.fxzero.unshard(local, keys[name], getattr(self, _STATE).sync)
+
+    return property(read)
+
+
+def _flat_weights() -> property:
+    """`nn.LSTM` and its kin keep their weights in a list as well: derive it from the readers."""
+
+    def read(self: nn.RNNBase) -> list[Any]:
+        return [getattr(self, name, None) for name in self._flat_weights_names]
+
+    def write(self: nn.RNNBase, value: list[Any]) -> None:
+        """Torch refreshes the list when a parameter is replaced; there is nothing to refresh."""
+
+    return property(read, write)
+
+
+_classes: dict[tuple[type, tuple[str, ...]], type] = {}
+
+
+def _mark(module: nn.Module, keys: dict[str, str], state: ModelState) -> None:
+    """Give the module a class in which reading a parameter unshards it."""
+    if not keys:
+        return
+    module.__dict__[_KEYS] = keys
+    module.__dict__[_STATE] = state
+    base = type(module)
+    identity = (base, tuple(keys))
+    if identity not in _classes:
+        members: dict[str, Any] = {name: _reader(name) for name in keys}
+        if isinstance(module, nn.RNNBase):
+            members["_flat_weights"] = _flat_weights()
+        members["__module__"] = base.__module__
+        members["__qualname__"] = base.__qualname__
+        members["__doc__"] = base.__doc__
+        _classes[identity] = type(base.__name__, (base,), members)
+    module.__class__ = _classes[identity]
+
+
+def _cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
+    """A hook that casts the floating-point inputs of the model."""
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.to(dtype)
+        return value
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return torch.utils._pytree.tree_map(cast, (args, kwargs))
+
+    return hook

@@ -1,0 +1,1 @@
+"""Triton kernels for hot operators, one family per file."""

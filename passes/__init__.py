@@ -1,0 +1,42 @@
+"""The passes: each file decides one thing about a step graph.
+
+`JOINT` runs on the whole step graph; `SIDES` on its forward and its backward after
+the cut. The order is the one that the contracts ask for, and it is checked.
+"""
+
+from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.passes.bucket import Bucket
+from fxzero.passes.lower_regions import LowerRegions
+from fxzero.passes.prefetch import Prefetch
+from fxzero.passes.recompute import Recompute
+from fxzero.passes.release_saved import ReleaseSaved
+from fxzero.passes.shard_grads import ShardGrads
+from fxzero.passes.shard_params import ShardParams
+from fxzero.passes.stamp import StampNodes
+
+JOINT: tuple[type[Pass], ...] = (
+    StampNodes,
+    Recompute,
+    ShardParams,
+    ShardGrads,
+    Bucket,
+    Prefetch,
+)
+SIDES: tuple[type[Pass], ...] = (ReleaseSaved, LowerRegions)
+
+__all__ = [
+    "JOINT",
+    "SIDES",
+    "Bucket",
+    "Context",
+    "Fact",
+    "LowerRegions",
+    "Notes",
+    "Pass",
+    "Prefetch",
+    "Recompute",
+    "ReleaseSaved",
+    "ShardGrads",
+    "ShardParams",
+    "StampNodes",
+]

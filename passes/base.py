@@ -1,0 +1,82 @@
+"""What a pass is: a frozen dataclass whose fields are its options.
+
+The dataclass is the pass's configuration, its log line and its Hydra node; its file,
+its name, its key in the configuration and its test file are one word.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar
+
+from fxzero.graph import StepGraph
+
+
+class Fact(str, Enum):
+    """Something that is true of a graph from one pass on."""
+
+    STAMPED = "stamped"
+    """Every node has a stamp."""
+    RECOMPUTED = "recomputed"
+    """Backward repeats what it shall not read from forward."""
+    GATHERED = "gathered"
+    """Full parameters come from physical gathers and end in releases."""
+    REDUCED = "reduced"
+    """Gradients leave the graph reduced."""
+    BUCKETED = "bucketed"
+    """Transfers carry buckets of parameters."""
+    SCHEDULED = "scheduled"
+    """Node order is launch order."""
+    CUT = "cut"
+    """The graph is one side of the step, forward or backward."""
+    RELEASED = "released"
+    """Saved activations end at their last use in backward."""
+    LOWERED = "lowered"
+    """Compute runs in regions."""
+
+
+class Notes(Mapping[str, object]):
+    """What a pass has to say of what it did: counts, bytes, words."""
+
+    def __init__(self, **values: object) -> None:
+        self._values = values
+
+    def __getitem__(self, key: str) -> object:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{k}={v}" for k, v in self._values.items()) or "nothing to do"
+
+
+@dataclass
+class Context:
+    """What all passes of one compilation share."""
+
+    warnings: list[str] = field(default_factory=list)
+    """Settings that could not take effect; errors under ``strict=True``."""
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """One decision about a step graph."""
+
+    name: ClassVar[str]
+    requires: ClassVar[frozenset[Fact]] = frozenset()
+    provides: ClassVar[frozenset[Fact]] = frozenset()
+
+    @abstractmethod
+    def run(self, graph: StepGraph, ctx: Context) -> Notes:
+        """Rewrite the graph in place and say what was done.
+
+        Raises:
+            PassError: it was asked for something that it cannot do.
+        """

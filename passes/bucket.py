@@ -1,0 +1,178 @@
+"""Let one collective carry a layer's parameters.
+
+    gather([a]); gather([b]); gather([c])   →   gather([a, b]); gather([c])
+
+Transfers of one lane, phase, layer, group and dtype join until a byte cap. Coalesced
+collectives take lists, so nothing is copied into or out of a flat buffer.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from fxzero.errors import ConfigError
+from fxzero.graph import Lane, Phase, StepGraph
+from fxzero.graph.operators import num_bytes
+from fxzero.graph.stamps import Role, set_stamp, stamp_of
+from fxzero.graph.step_graph import Transfer
+from fxzero.passes.base import Context, Fact, Notes, Pass
+
+
+def _kind(transfer: Transfer) -> tuple[object, ...]:
+    """What must be equal for two transfers to share a collective."""
+    dtype = transfer.tensors[0].meta["val"].dtype
+    stamp = transfer.stamp
+    return (stamp.layer, transfer.launch.target, transfer.launch.args[1:], dtype)
+
+
+def wire_bytes(transfer: Transfer) -> int:
+    """Bytes of the full tensors that a transfer assembles or takes apart."""
+    full = transfer.waits if transfer.stamp.lane is Lane.GATHER else transfer.tensors
+    return sum(num_bytes(node) for node in full)
+
+
+def group(transfers: list[Transfer], cap_bytes: int) -> list[list[Transfer]]:
+    """Split transfers, in order of need, into buckets."""
+    open_buckets: dict[tuple[object, ...], list[Transfer]] = {}
+    sizes: dict[tuple[object, ...], int] = {}
+    buckets: list[list[Transfer]] = []
+    for transfer in transfers:
+        kind = _kind(transfer)
+        size = wire_bytes(transfer)
+        if kind in open_buckets and sizes[kind] + size <= cap_bytes:
+            open_buckets[kind].append(transfer)
+            sizes[kind] += size
+        else:
+            open_buckets[kind] = [transfer]
+            sizes[kind] = size
+            buckets.append(open_buckets[kind])
+    return buckets
+
+
+def merge(graph: StepGraph, transfers: list[Transfer], name: str) -> None:
+    """Make one transfer of several. A gather moves to the first, a reduce to the last."""
+    lane = transfers[0].stamp.lane
+    params = tuple(key for t in transfers for key in t.stamp.params)
+    stamp = replace(transfers[0].stamp, params=params, bucket=name, made_by="bucket")
+    if len(transfers) > 1:
+        _fuse(graph, transfers, stamp, first=lane is Lane.GATHER)
+        return
+    (only,) = transfers
+    for node in (*only.prepare, only.launch, *only.parts, *only.waits, *only.finish):
+        set_stamp(node, replace(stamp_of(node), bucket=name))
+
+
+def _fuse(graph: StepGraph, transfers: list[Transfer], stamp: object, *, first: bool) -> None:
+    from fxzero.graph import Stamp
+
+    assert isinstance(stamp, Stamp)
+    launches = [t.launch for t in transfers]
+    anchor = min(launches) if first else max(launches)
+    if first:
+        for transfer in transfers:
+            for node in transfer.prepare:
+                anchor.prepend(node)
+    sent = [node for t in transfers for node in t.tensors]
+    with graph.graph.inserting_before(anchor):
+        launch = graph.call(
+            anchor.target,  # type: ignore[arg-type]
+            (sent, *anchor.args[1:]),
+            stamp=replace(stamp, role=Role.LAUNCH),
+            name=anchor.name,
+        )
+    position = 0
+    for transfer in transfers:
+        for part, wait in zip(transfer.parts, transfer.waits, strict=True):
+            with graph.graph.inserting_before(wait):
+                piece = graph.call(
+                    operator.getitem,
+                    (launch, position),
+                    stamp=replace(stamp_of(part), bucket=stamp.bucket),
+                )
+            position += 1
+            part.replace_all_uses_with(piece)
+            graph.graph.erase_node(part)
+        for node in (*transfer.prepare, *transfer.waits, *transfer.finish):
+            set_stamp(node, replace(stamp_of(node), bucket=stamp.bucket))
+        graph.graph.erase_node(transfer.launch)
+    if not first:
+        _waits_after(launch, transfers)
+
+
+def _waits_after(launch: fx.Node, transfers: list[Transfer]) -> None:
+    """Move what follows the earlier launches behind the joint one, in order."""
+    tail: list[fx.Node] = []
+    for transfer in transfers:
+        for wait in transfer.waits:
+            tail += [*wait.all_input_nodes, wait]
+        tail += transfer.finish
+    for node in reversed(tail):
+        launch.append(node)
+
+
+def join_releases(graph: StepGraph) -> int:
+    """End the lives of one bucket's parameters together, at the last one's end."""
+    owner_bucket = {
+        wait: t.stamp.bucket for t in graph.transfers(name="gather") for wait in t.waits
+    }
+    by_bucket: dict[tuple[str, Phase], list[fx.Node]] = {}
+    for node in graph.nodes(role=Role.RELEASE):
+        tensors = node.args[0]
+        assert isinstance(tensors, (list, tuple))
+        first = tensors[0]
+        assert isinstance(first, fx.Node)
+        key = (owner_bucket.get(first, node.name), stamp_of(node).phase)
+        by_bucket.setdefault(key, []).append(node)
+    for (bucket, _), nodes in by_bucket.items():
+        last = nodes[-1]
+        last.args = ([t for n in nodes for t in n.args[0]],)  # type: ignore[union-attr]
+        params = tuple(k for n in nodes for k in stamp_of(n).params)
+        set_stamp(last, replace(stamp_of(last), params=params, bucket=bucket))
+        for node in nodes[:-1]:
+            graph.graph.erase_node(node)
+    return len(by_bucket)
+
+
+@dataclass(frozen=True)
+class Bucket(Pass):
+    """Join the transfers of a layer."""
+
+    name: ClassVar[str] = "bucket"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GATHERED, Fact.REDUCED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.BUCKETED})
+
+    cap_bytes: int = 256 << 20
+    """Most bytes of full tensors in one bucket. A larger parameter has its own."""
+
+    def __post_init__(self) -> None:
+        if self.cap_bytes <= 0:
+            raise ConfigError(f"bucket.cap_bytes={self.cap_bytes} must be positive")
+
+    def run(self, graph: StepGraph, ctx: Context) -> Notes:
+        """See the module's docstring."""
+        counts = {}
+        for lane in (Lane.GATHER, Lane.REDUCE):
+            made = 0
+            for phase in Phase:
+                # The all-reduce across replicas starts from what the reduce-scatter left,
+                # so each operator's transfers are joined before the next one's are looked at.
+                targets: dict[object, None] = {}
+                for transfer in graph.transfers(phase=phase, name=lane.value):
+                    targets[transfer.launch.target, transfer.launch.args[1:]] = None
+                for target in targets:
+                    chosen = [
+                        t
+                        for t in graph.transfers(phase=phase, name=lane.value)
+                        if (t.launch.target, t.launch.args[1:]) == target
+                    ]
+                    for members in group(chosen, self.cap_bytes):
+                        name = f"{lane.value}.{phase.value}.{made}"
+                        merge(graph, members, name)
+                        made += 1
+            counts[lane.value] = made
+        join_releases(graph)
+        return Notes(gathers=counts["gather"], reduces=counts["reduce"])

@@ -1,0 +1,105 @@
+"""Run passes: check contracts before anything runs, then time, verify and record each."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from fxzero.errors import ContractError
+from fxzero.graph import StepGraph
+from fxzero.graph.verify import verify
+from fxzero.passes.base import Context, Fact, Notes, Pass
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did to one graph."""
+
+    name: str
+    options: str
+    notes: Notes
+    time_ms: float
+    nodes_before: int
+    nodes_after: int
+    before: str = ""
+    """The graph's text before the pass; empty unless texts were asked for."""
+    after: str = ""
+
+    def diff(self) -> str:
+        """A unified diff of the graph's text, before and after."""
+        lines = difflib.unified_diff(
+            self.before.splitlines(),
+            self.after.splitlines(),
+            f"before {self.name}",
+            f"after {self.name}",
+            lineterm="",
+            n=2,
+        )
+        return "\n".join(lines)
+
+
+def check_contracts(passes: Sequence[Pass], given: Iterable[Fact] = ()) -> frozenset[Fact]:
+    """Follow what each pass requires and provides.
+
+    Returns:
+        The facts that hold at the end.
+
+    Raises:
+        ContractError: a pass stands before the one that provides what it requires.
+    """
+    facts = set(given)
+    for step in passes:
+        missing = step.requires - facts
+        if missing:
+            words = ", ".join(sorted(fact.value for fact in missing))
+            providers = [p.name for p in passes if p.provides & missing]
+            hint = f"run it after {', '.join(providers)}" if providers else "no pass here provides it"
+            raise ContractError(f"pass {step.name!r} requires a graph that is {words}: {hint}")
+        facts |= step.provides
+    return frozenset(facts)
+
+
+def run_passes(
+    passes: Sequence[Pass],
+    graph: StepGraph,
+    ctx: Context,
+    *,
+    given: Iterable[Fact] = (),
+    keep_text: bool = False,
+    observe: Callable[[PassRecord], None] | None = None,
+) -> list[PassRecord]:
+    """Run passes in order on a graph, verifying it after each.
+
+    Args:
+        given: facts that hold already.
+        keep_text: record the graph's text before and after, for diffs.
+        observe: called with each record as soon as it exists.
+    """
+    check_contracts(passes, given)
+    facts = set(given)
+    records = []
+    text = graph.text() if keep_text else ""
+    for step in passes:
+        nodes_before = len(graph.graph.nodes)
+        start = time.perf_counter()
+        notes = step.run(graph, ctx)
+        elapsed_ms = (time.perf_counter() - start) * 1e3
+        facts |= step.provides
+        verify(graph, facts, after=step.name)
+        before, text = text, graph.text() if keep_text else ""
+        record = PassRecord(
+            name=step.name,
+            options=str(step),
+            notes=notes,
+            time_ms=elapsed_ms,
+            nodes_before=nodes_before,
+            nodes_after=len(graph.graph.nodes),
+            before=before,
+            after=text,
+        )
+        records.append(record)
+        if observe is not None:
+            observe(record)
+    return records

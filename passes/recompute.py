@@ -1,0 +1,117 @@
+"""Repeat in backward what costs less to compute than to keep.
+
+    forward: y = gelu(x); z = mm(y, w)      forward: y = gelu(x); z = mm(y, w)
+    backward: dw = mm(g, y)             →   backward: y' = gelu(x); dw = mm(g, y')
+
+Two things are repeated: what `torch.utils.checkpoint` asked for, and what a few cheap
+operators (views, casts, element-wise) compute from values that backward reads anyway.
+Random operators are never repeated: their results are saved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from fxzero._compat import checkpoint_tag
+from fxzero.graph import Phase, Role, StepGraph
+from fxzero.graph.aliases import is_view
+from fxzero.graph.operators import is_cheap, is_pure, num_bytes
+from fxzero.graph.stamps import set_stamp, stamp_of
+from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.passes.stamp import sink_backward
+
+
+def is_saved(node: fx.Node) -> bool:
+    """Whether a forward node is read by backward."""
+    return (
+        node.op == "call_function"
+        and stamp_of(node).phase is Phase.FORWARD
+        and any(stamp_of(user).phase is Phase.BACKWARD for user in node.users)
+    )
+
+
+def cheap_expression(node: fx.Node, max_nodes: int) -> list[fx.Node] | None:
+    """The cheap nodes that compute `node` from what backward has, in graph order.
+
+    Backward has the graph's inputs, what is saved already, and the parameters. None if
+    there is no such expression of at most `max_nodes` nodes.
+    """
+    found: set[fx.Node] = set()
+    queue = [node]
+    while queue:
+        current = queue.pop()
+        if current in found:
+            continue
+        if not is_cheap(current) or checkpoint_tag(current) == "save":
+            return None
+        found.add(current)
+        if len(found) > max_nodes:
+            return None
+        for source in current.all_input_nodes:
+            has_it = source.op == "placeholder" or is_saved(source)
+            if stamp_of(source).role is Role.UNSHARD:
+                has_it = is_saved(source) or num_bytes(source) <= num_bytes(node)
+            if not has_it:
+                queue.append(source)
+    return sorted(found)
+
+
+def repeat(graph: StepGraph, nodes: list[fx.Node], made: dict[fx.Node, fx.Node]) -> None:
+    """Copy forward nodes into backward, before everything there, and let backward read them."""
+    for node in nodes:
+        if node in made:
+            continue
+        copy = graph.graph.node_copy(node, lambda n: made.get(n, n))
+        stamp = stamp_of(node)
+        set_stamp(copy, replace(stamp, phase=Phase.BACKWARD, made_by="recompute", again=node.name))
+        made[node] = copy
+    for node in nodes:
+        for user in list(node.users):
+            if stamp_of(user).phase is Phase.BACKWARD and user is not made[node]:
+                user.replace_input_with(node, made[node])
+
+
+def _first_backward_node(graph: StepGraph) -> fx.Node:
+    return next(graph.nodes(phase=Phase.BACKWARD), graph.output)
+
+
+@dataclass(frozen=True)
+class Recompute(Pass):
+    """Trade saved activations for cheap repeated compute."""
+
+    name: ClassVar[str] = "recompute"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.STAMPED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.RECOMPUTED})
+
+    max_nodes: int = 16
+    """Most cheap operators to repeat for one saved activation; 0 repeats only what
+    `torch.utils.checkpoint` asked for."""
+
+    def run(self, graph: StepGraph, ctx: Context) -> Notes:
+        """See the module's docstring."""
+        made: dict[fx.Node, fx.Node] = {}
+        outputs = set(graph.output_values[: graph.num_forward_outputs])
+        saved_bytes = 0
+        asked = 0
+        for node in reversed(list(graph.nodes(phase=Phase.FORWARD, role=Role.COMPUTE))):
+            if not is_saved(node) or node in outputs:
+                continue
+            if checkpoint_tag(node) == "recompute" and is_pure(node):
+                chosen: list[fx.Node] | None = [node]
+                asked += 1
+            elif is_view(node):
+                chosen = [node]  # then its base is what is saved, or not
+            elif self.max_nodes:
+                chosen = cheap_expression(node, self.max_nodes)
+            else:
+                chosen = None
+            if chosen:
+                with graph.graph.inserting_before(_first_backward_node(graph)):
+                    repeat(graph, chosen, made)
+                saved_bytes += 0 if is_view(node) else num_bytes(node)
+        if made:
+            sink_backward(graph)
+        return Notes(repeated=len(made), for_checkpoint=asked, unsaved_bytes=saved_bytes)

@@ -1,0 +1,200 @@
+"""Turn "here the gradient becomes a shard" into reductions.
+
+    g = reshard_grad(dw)                 reduce = reduce_scatter([dw]); g = wait(reduce[0])
+    return g                         →   return g
+
+A parameter that was read many times has many gradients: they are summed first and
+reduced once. Parameters that are not sharded (stage 0, scalars) are all-reduced; on a
+two-axis mesh a shard is all-reduced across its replicas after the reduce-scatter. Under
+`no_sync` full gradients are kept instead.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxzero.errors import PassError
+from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
+from fxzero.graph.aliases import is_view
+from fxzero.graph.stamps import stamp_of
+from fxzero.groups import Group
+from fxzero.params import GradSync, ParamSpec
+from fxzero.passes.base import Context, Fact, Notes, Pass
+
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+
+def full_gradients(node: fx.Node) -> list[fx.Node]:
+    """The markers whose sum a graph output is, in the order of summation.
+
+    Raises:
+        PassError: something else was done to the gradient on its way out.
+    """
+    if stamp_of(node).role is Role.RESHARD:
+        return [node]
+    if is_view(node):
+        return full_gradients(node.all_input_nodes[0])
+    if node.target is _aten.add.Tensor and len(node.all_input_nodes) == 2 and not node.kwargs:
+        return [m for part in node.args if isinstance(part, fx.Node) for m in full_gradients(part)]
+    raise PassError(
+        f"shard_grads expected the gradient {node.name} to be a sum of reshard_grad results, "
+        f"found {node.target}. Its parameter is read outside of its module's forward; read it "
+        "as module.weight inside a forward."
+    )
+
+
+def _collective(
+    graph: StepGraph,
+    tensor: fx.Node,
+    target: torch._ops.OpOverload,
+    arguments: tuple[object, ...],
+    stamp: Stamp,
+) -> fx.Node:
+    """Emit one asynchronous collective over one tensor, and its wait."""
+    launch = graph.call(
+        target, ([tensor], *arguments), stamp=replace(stamp, role=Role.LAUNCH), name="reduce"
+    )
+    part = graph.call(operator.getitem, (launch, 0), stamp=replace(stamp, role=Role.PART))
+    return graph.call(_c10d.wait_tensor.default, (part,), stamp=replace(stamp, role=Role.WAIT))
+
+
+def _all_reduce(graph: StepGraph, tensor: fx.Node, group: Group, stamp: Stamp) -> fx.Node:
+    return _collective(
+        graph, tensor, _c10d.all_reduce_coalesced.default, ("avg", group.name), stamp
+    )
+
+
+def reduce(
+    graph: StepGraph, total: fx.Node, spec: ParamSpec, stamp: Stamp, compute: Stamp
+) -> fx.Node:
+    """Emit the nodes that make this rank's reduced gradient of a full one.
+
+    Args:
+        stamp: for the nodes of the transfer.
+        compute: for what is done to the full gradient before, which fuses with its producer.
+    """
+    prepare = replace(stamp, role=Role.PREPARE)
+    finish = replace(stamp, role=Role.FINISH)
+    value: torch.Tensor = total.meta["val"]
+    communicates = spec.shard_group is not None or spec.replica_groups
+    if communicates and value.dtype != spec.reduce_dtype:
+        total = graph.call(
+            _aten._to_copy.default, (total,), {"dtype": spec.reduce_dtype}, stamp=compute
+        )
+    if communicates and not total.meta["val"].is_contiguous():
+        total = graph.call(
+            _aten.clone.default,
+            (total,),
+            {"memory_format": torch.contiguous_format},
+            stamp=compute,
+        )
+    part = total
+    if spec.shard_group is not None:
+        if spec.is_padded:
+            padding = [0, 0] * (len(spec.shape) - 1) + [0, spec.padded_rows - spec.shape[0]]
+            part = graph.call(_aten.constant_pad_nd.default, (part, padding), stamp=prepare)
+        group = spec.shard_group
+        part = _collective(
+            graph,
+            part,
+            _c10d.reduce_scatter_tensor_coalesced.default,
+            ("avg", group.size, group.name),
+            stamp,
+        )
+        if spec.is_padded:
+            rows = spec.local_shape[0]
+            part = graph.call(_aten.slice.Tensor, (part, 0, 0, rows), stamp=finish)
+            if spec.replica_groups:
+                part = graph.call(_aten.clone.default, (part,), stamp=finish)
+    for group in spec.replica_groups:
+        part = _all_reduce(graph, part, group, stamp)
+    if part.meta["val"].dtype != spec.dtype:
+        part = graph.call(_aten._to_copy.default, (part,), {"dtype": spec.dtype}, stamp=finish)
+    return part
+
+
+def _sum(graph: StepGraph, grads: list[fx.Node], stamp: Stamp) -> fx.Node:
+    """Add full gradients in the order in which autograd would."""
+    total = grads[0]
+    for grad in grads[1:]:
+        total = graph.call(_aten.add.Tensor, (total, grad), stamp=stamp)
+    return total
+
+
+def place(graph: StepGraph, spec: ParamSpec, markers: list[fx.Node], grads: list[fx.Node]) -> fx.Node:
+    """Emit what follows the last of a parameter's full gradients; return what leaves the graph."""
+    stamp = Stamp(
+        Phase.BACKWARD,
+        Lane.REDUCE,
+        layer=spec.layer,
+        params=(spec.key,),
+        made_by="shard_grads",
+    )
+    sync = str(markers[0].args[2]) if markers else GradSync.REDUCE.value
+    last = max((g for g in grads if g.op != "placeholder"), default=None)
+    anchor = last if last is not None else next(iter(graph.nodes(phase=Phase.BACKWARD)))
+    following = anchor.next
+    with graph.graph.inserting_before(following):
+        compute = Stamp(
+            Phase.BACKWARD, layer=stamp_of(anchor).layer, params=(spec.key,), made_by="shard_grads"
+        )
+        total = _sum(graph, grads, compute)
+        keep = replace(stamp, role=Role.KEEP)
+        if sync == GradSync.ACCUMULATE.value:
+            return graph.call(torch.ops.fxzero.keep_grad.default, (total, spec.key), stamp=keep)
+        if sync == GradSync.REDUCE_ACCUMULATED.value:
+            total = graph.call(
+                torch.ops.fxzero.add_kept_grad.default, (total, spec.key), stamp=keep
+            )
+        return reduce(graph, total, spec, stamp, compute)
+
+
+def _erase_unused(graph: StepGraph, nodes: list[fx.Node]) -> None:
+    """Drop the markers and the sums and views that hung on them."""
+    queue = list(nodes)
+    while queue:
+        node = queue.pop()
+        if node.op == "call_function" and not node.users and not node._erased:
+            inputs = node.all_input_nodes
+            graph.graph.erase_node(node)
+            queue.extend(inputs)
+
+
+@dataclass(frozen=True)
+class ShardGrads(Pass):
+    """Reduce every trainable parameter's gradient once."""
+
+    name: ClassVar[str] = "shard_grads"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.STAMPED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.REDUCED})
+
+    def run(self, graph: StepGraph, ctx: Context) -> Notes:
+        """See the module's docstring."""
+        values = list(graph.output_values)
+        reduced = kept = 0
+        for position, key in graph.gradients.items():
+            node = values[position]
+            if not isinstance(node, fx.Node):
+                continue
+            spec = graph.specs[key]
+            markers = full_gradients(node) if _is_marked(graph, key) else []
+            grads = [marker.all_input_nodes[0] for marker in markers] or [node]
+            values[position] = place(graph, spec, markers, grads)
+            graph.set_output_values(values)
+            _erase_unused(graph, [node])
+            if stamp_of(values[position]).role is Role.KEEP:
+                kept += 1
+            elif spec.shard_group is not None or spec.replica_groups:
+                reduced += 1
+        return Notes(gradients=len(graph.gradients), reduced=reduced, kept=kept)
+
+
+def _is_marked(graph: StepGraph, key: str) -> bool:
+    """Whether the model's marker produced the gradient; a plain model's has none."""
+    return graph.specs[key].state.number >= 0

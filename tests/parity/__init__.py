@@ -1,0 +1,1 @@
+"""fxzero on real gloo processes, against the same model run eagerly."""
