@@ -8,6 +8,7 @@ Dynamo finds `fxzero` through the ``torch_dynamo_backends`` entry point. A model
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,8 @@ from fxzero.passes.release_saved import private_saved
 from fxzero.passes.shard_params import shard_source
 from fxzero.replicas import check_equal
 from fxzero.runtime.executor import executable
+
+log = logging.getLogger("fxzero")
 
 _UNSHARD = torch.ops.fxzero.unshard.default
 
@@ -103,7 +106,11 @@ class Compilation:
         """Run the passes of the whole step, and see that all ranks decide alike."""
         self.joint = graph
         self.records += run_passes(
-            self.config.joint_passes(), graph, self.context, keep_text=self.config.keep_text
+            self.config.joint_passes(),
+            graph,
+            self.context,
+            keep_text=self.config.keep_text,
+            observe=_log,
         )
         if dist.is_initialized():
             check_ranks(graph, _identity(graph), dist.get_rank())
@@ -131,6 +138,7 @@ class Compilation:
             self.context,
             given={Fact.STAMPED, Fact.GATHERED, Fact.CUT},
             keep_text=self.config.keep_text,
+            observe=_log,
         )
         self.warn()
         states = {id(s.state): s.state for s in self.joint.specs.values()}
@@ -193,6 +201,10 @@ def fxzero(
         )
     except FxZeroError as error:
         raise _compat.passing_through_dynamo(error) from None
+
+
+def _log(record: PassRecord) -> None:
+    log.info("%s: %.1f ms, %s", record.options, record.time_ms, record.notes)
 
 
 def _decompositions(config: Config) -> dict[Any, Callable[..., Any]]:

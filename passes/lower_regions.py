@@ -21,6 +21,7 @@ from torch import fx
 from fxzero._compat import is_symbolic
 from fxzero.graph import Lane, Role, StepGraph
 from fxzero.graph.aliases import is_view
+from fxzero.graph.operators import writes_memory
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.runtime.regions import CACHE, Region
@@ -43,7 +44,7 @@ def is_lowerable(node: fx.Node) -> bool:
         return False
     if any(source.op == "get_attr" for source in node.all_input_nodes):
         return False
-    return not is_symbolic(node.meta.get("val")) and not node.is_impure()
+    return not is_symbolic(node.meta.get("val")) and not writes_memory(node)
 
 
 def settle(graph: StepGraph) -> None:

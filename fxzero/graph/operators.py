@@ -28,9 +28,19 @@ def is_random(node: fx.Node) -> bool:
     )
 
 
+def writes_memory(node: fx.Node) -> bool:
+    """Whether a node changes one of its inputs."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
 def is_pure(node: fx.Node) -> bool:
     """Whether a node may be run again, or not at all, unseen."""
-    return node.op == "call_function" and not node.is_impure() and not is_random(node)
+    return (
+        node.op == "call_function"
+        and (isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem)
+        and not writes_memory(node)
+        and not is_random(node)
+    )
 
 
 def is_cast_or_copy(node: fx.Node) -> bool:
