@@ -51,6 +51,10 @@ class Compilation:
     """Parameters of a model that was not sharded, by position among the graph's inputs."""
     context: Context = field(default_factory=Context)
     records: list[PassRecord] = field(default_factory=list)
+    specs: dict[str, ParamSpec] = field(default_factory=dict)
+    """The parameters in the graph, by key."""
+    keep_graphs: bool = False
+    """Keep the graphs below for somebody to look at; they are large."""
     joint: StepGraph | None = None
     """The scheduled graph of the whole step."""
     sides: list[StepGraph] = field(default_factory=list)
@@ -104,7 +108,9 @@ class Compilation:
 
     def schedule(self, graph: StepGraph) -> None:
         """Run the passes of the whole step, and see that all ranks decide alike."""
-        self.joint = graph
+        self.specs = graph.specs
+        if self.keep_graphs:
+            self.joint = graph
         self.records += run_passes(
             self.config.joint_passes(),
             graph,
@@ -129,9 +135,9 @@ class Compilation:
     def lower(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """AOTAutograd's compiler of one side."""
         _compat.forget_donated_buffers()
-        assert self.joint is not None
-        side = StepGraph(module, num_forward_outputs=0, specs=self.joint.specs)
-        self.sides.append(side)
+        side = StepGraph(module, num_forward_outputs=0, specs=self.specs)
+        if self.keep_graphs:
+            self.sides.append(side)
         self.records += run_passes(
             self.config.side_passes(),
             side,
@@ -141,8 +147,10 @@ class Compilation:
             observe=_log,
         )
         self.warn()
-        states = {id(s.state): s.state for s in self.joint.specs.values()}
-        return executable(side, list(states.values()))
+        states = {id(s.state): s.state for s in self.specs.values()}
+        call = executable(side, list(states.values()))
+        _compat.return_free_memory()
+        return call
 
     def infer(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """AOTAutograd's compiler of a graph without backward."""

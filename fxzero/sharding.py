@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fxzero import materialize
+from fxzero._compat import return_free_memory
 from fxzero.errors import FxZeroWarning, ShardingError
 from fxzero.groups import Group, replica_axis, resolve_mesh, shard_axis
 from fxzero.params import (
@@ -86,6 +87,8 @@ def shard(
     setattr(model, _SPECS, specs)  # keeps the specs alive as long as the model
     if param_dtype is not None:
         model.register_forward_pre_hook(_cast_inputs(param_dtype), with_kwargs=True)
+    if mesh is not None:
+        return_free_memory()
     return model
 
 

@@ -1,12 +1,13 @@
 """Run a scheduled graph: its printed Python, called with a list of inputs.
 
 The generated code drops each name after its last use, so memory ends where the
-schedule says. `source` is that code, for people to read.
+schedule says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from torch import fx
@@ -32,13 +33,15 @@ def traffic_of(graph: StepGraph) -> Traffic:
 def executable(graph: StepGraph, states: list[ModelState]) -> Callable[[list[Any]], Any]:
     """The scheduled graph as a function of a list of inputs, which it empties.
 
+    Only the generated function is kept: nodes and their fake values are free to go.
+
     Args:
         states: the models whose traffic counters each run adds to.
     """
     graph.graph.lint()
     graph.module.recompile()
-    module = graph.module
-    forward = module.forward
+    forward = type(graph.module).forward
+    attributes = _attributes(graph.module)
     traffic = traffic_of(graph)
 
     def call(inputs: list[Any]) -> Any:
@@ -46,12 +49,16 @@ def executable(graph: StepGraph, states: list[ModelState]) -> Callable[[list[Any
         inputs.clear()
         for state in states:
             state.traffic.add(traffic)
-        return forward(*arguments)
+        return forward(attributes, *arguments)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
 
 
-def source(module: fx.GraphModule) -> str:
-    """The schedule as Python."""
-    return module.code
+def _attributes(module: fx.GraphModule) -> SimpleNamespace:
+    """What the generated code reads from ``self``: constants and sub-graphs."""
+    namespace = SimpleNamespace()
+    for node in module.graph.find_nodes(op="get_attr"):
+        name = str(node.target).partition(".")[0]
+        setattr(namespace, name, getattr(module, name))
+    return namespace
