@@ -42,10 +42,11 @@ class StepNumbers:
     """Of all ranks together, since the step that was logged before."""
     peak_bytes: int
     """Most memory that rank 0 has used so far."""
-    num_gathers: int = 0
-    num_reduces: int = 0
-    gathered_bytes: int = 0
-    reduced_bytes: int = 0
+    num_gathers: int
+    """This and what follows: per step, in compiled graphs."""
+    gathered_bytes: int
+    num_reduces: int
+    reduced_bytes: int
 
     def __str__(self) -> str:
         return (

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train.py
     torchrun --standalone --nproc-per-node 2 examples/train.py -m zero=0,1,2,3
-    python examples/train.py model=gpt_lite precision=bf16 data=text data.path=book.txt
+    python examples/train.py data=text data.path=book.txt model=gpt_lite optimizer.lr=6e-4
 
 Two lines of `train` are fxzero's: `fxzero.shard` and `backend="fxzero"`. The loop is the
 one that everybody writes. Settings are in `conf/`, logs go to `outputs/`.
@@ -15,6 +15,7 @@ import math
 import resource
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import hydra
@@ -69,9 +70,10 @@ def train(settings: Settings, output: Path) -> float:
     optimizer = make_optimizer(model, settings)
     schedule = make_schedule(optimizer, trainer)
     train_batches, val_batches = make_batches(settings.data, trainer, model.config.block_size)
+    tokens_per_step = trainer.batch_size * model.config.block_size
 
     with open_log(output, settings) as log:
-        logged_step, logged_at = 0, time.perf_counter()
+        since = Mark.at(0, model)
         for step in range(1, trainer.steps + 1):
             loss = compiled(*to_device(train_batches[step], model))
             loss.backward()
@@ -83,23 +85,22 @@ def train(settings: Settings, output: Path) -> float:
 
             if step == 1 or step % trainer.log_every == 0 or step == trainer.steps:
                 mean_loss = mean_over_ranks(loss)
-                rows = (step - logged_step) * trainer.batch_size
-                seconds = time.perf_counter() - logged_at
+                now = Mark.at(step, model)
                 numbers = StepNumbers(
                     loss=mean_loss,
                     lr=lr,
                     grad_norm=to_float(grad_norm),
-                    tokens_per_s=rows * model.config.block_size / seconds,
+                    tokens_per_s=tokens_per_step * (step - since.step) / (now.time - since.time),
                     peak_bytes=peak_bytes(),
-                    **(collectives_per_step(model) if trainer.compile else {}),
+                    **collectives_per_step(since, now),
                 )
                 log.step(step, numbers)
-                logged_step, logged_at = step, time.perf_counter()
+                since = now
             if step % trainer.val_every == 0 and step < trainer.steps:
                 val_loss = evaluate(model, val_batches, trainer.val_batches)
                 log.record(step, val_loss=val_loss)
                 log.say(f"after {step} steps: validation loss {val_loss:.3f}")
-                logged_step, logged_at = step, time.perf_counter()
+                since = Mark.at(step, model)
 
         return finish(model, train_batches, val_batches, trainer, log)
 
@@ -192,15 +193,26 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def collectives_per_step(model: nn.Module) -> dict[str, int]:
-    """What one compiled step sends: counts, and bytes of full parameters and gradients."""
-    report = fxzero.report(model)
-    return {
-        "num_gathers": report.num_gathers,
-        "num_reduces": report.num_reduces,
-        "gathered_bytes": report.gathered_bytes,
-        "reduced_bytes": report.reduced_bytes,
-    }
+@dataclass(frozen=True)
+class Mark:
+    """A moment of a run, to measure from."""
+
+    step: int
+    time: float
+    """Seconds, from any origin."""
+    traffic: fxzero.Traffic
+    """What was communicated until then."""
+
+    @classmethod
+    def at(cls, step: int, model: nn.Module) -> Mark:
+        """Now, after a step."""
+        return cls(step, time.perf_counter(), fxzero.report(model))
+
+
+def collectives_per_step(since: Mark, now: Mark) -> dict[str, int]:
+    """Gathers and reduces per step, and the bytes of the full tensors that they moved."""
+    before, after = asdict(since.traffic), asdict(now.traffic)
+    return {name: (after[name] - before[name]) // (now.step - since.step) for name in after}
 
 
 def forget() -> None:
