@@ -39,8 +39,8 @@ def executable(graph: StepGraph, states: list[ModelState]) -> Callable[[list[Any
         states: the models whose traffic counters each run adds to.
     """
     graph.graph.lint()
-    graph.module.recompile()
-    forward = type(graph.module).forward
+    # Not graph.module: AOTAutograd makes it lazy, and a lazy module has no code of its own.
+    forward = type(fx.GraphModule(graph.module, graph.graph)).forward
     attributes = _attributes(graph.module)
     traffic = traffic_of(graph)
 

@@ -143,7 +143,7 @@ def assert_compiled_once(example: str) -> None:
         return
     expected = GRAPHS.get(example, 1)
     breaks = dict(counters["graph_break"])
-    assert graphs in (7, expected), f"{graphs} graphs where {expected} is expected; {breaks}"
+    assert graphs == expected, f"{graphs} graphs where {expected} is expected; {breaks}"
 
 
 def average_bit_by_bit(case: Case) -> None:
