@@ -18,6 +18,7 @@ from fxzero.errors import ConfigError, nearest
 from fxzero.passes import (
     Bucket,
     LowerRegions,
+    LowerTransfers,
     Pass,
     Prefetch,
     Recompute,
@@ -67,7 +68,7 @@ class Config:
 
     def side_passes(self) -> list[Pass]:
         """The passes of each side of the cut, in order."""
-        return [ReleaseSaved(), self.lower_regions]
+        return [LowerTransfers(), ReleaseSaved(), self.lower_regions]
 
 
 def build(kind: type[T], values: Mapping[str, Any], where: str) -> T:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fxzero._compat import resolve_process_group
 from fxzero.errors import ShardingError
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -33,14 +34,22 @@ class Group:
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The torch process group behind the name."""
-        from fxzero._compat import resolve_process_group
-
         return resolve_process_group(self.name)
 
     @staticmethod
     def of(process_group: dist.ProcessGroup) -> Group:
         """Describe a torch process group."""
         return Group(process_group.group_name, process_group.size(), process_group.rank())
+
+
+def backend_of(group_name: str, device_type: str) -> str:
+    """What carries a group's collectives for a device: ``"nccl"``, ``"gloo"``, ``"fake"``."""
+    backend = dist.get_backend(resolve_process_group(group_name))
+    for entry in backend.split(","):
+        device, _, name = entry.rpartition(":")
+        if device in ("", device_type):
+            return name
+    return backend
 
 
 def init_distributed(device_type: str | None = None) -> dist.ProcessGroup | None:

@@ -7,6 +7,7 @@ the cut. The order is the one that the contracts ask for, and it is checked.
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.passes.bucket import Bucket
 from fxzero.passes.lower_regions import LowerRegions
+from fxzero.passes.lower_transfers import LowerTransfers
 from fxzero.passes.prefetch import Prefetch
 from fxzero.passes.recompute import Recompute
 from fxzero.passes.release_saved import ReleaseSaved
@@ -22,7 +23,7 @@ JOINT: tuple[type[Pass], ...] = (
     Bucket,
     Prefetch,
 )
-SIDES: tuple[type[Pass], ...] = (ReleaseSaved, LowerRegions)
+SIDES: tuple[type[Pass], ...] = (LowerTransfers, ReleaseSaved, LowerRegions)
 
 __all__ = [
     "JOINT",
@@ -31,6 +32,7 @@ __all__ = [
     "Context",
     "Fact",
     "LowerRegions",
+    "LowerTransfers",
     "Notes",
     "Pass",
     "Prefetch",

@@ -45,8 +45,7 @@ class Transfer:
     def tensors(self) -> list[fx.Node]:
         """What the collective sends."""
         sent = self.launch.args[0]
-        assert isinstance(sent, (list, tuple))
-        return list(sent)  # type: ignore[arg-type]
+        return list(sent) if isinstance(sent, (list, tuple)) else [sent]  # type: ignore[list-item]
 
     @property
     def results(self) -> list[fx.Node]:
@@ -170,7 +169,7 @@ class StepGraph:
 
 def _transfer(launch: fx.Node) -> Transfer:
     parts = [user for user in launch.users if stamp_of(user).role is Role.PART]
-    waits = [user for part in parts for user in part.users if stamp_of(user).role is Role.WAIT]
+    waits = [u for n in (launch, *parts) for u in n.users if stamp_of(u).role is Role.WAIT]
     return Transfer(
         launch=launch,
         prepare=tuple(_closure(launch.all_input_nodes, Role.PREPARE, lambda n: n.all_input_nodes)),

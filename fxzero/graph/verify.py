@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx
@@ -125,40 +125,38 @@ def check_waits(graph: StepGraph, after: str) -> None:
         if node.op != "call_function" or stamp_of(node).role is not Role.LAUNCH:
             continue
         sent = node.args[0]
-        assert isinstance(sent, (list, tuple))
-        picked: dict[int, int] = {}
-        for part in node.users:
-            if part.target is not operator.getitem:
-                _fail(
-                    graph,
-                    part,
-                    after,
-                    f"{part.name} reads the collective {node.name} before it is waited for",
-                    "Read the result of wait_tensor instead.",
-                )
-            waits = [u for u in part.users if u.target is _WAIT]
-            others = [u for u in part.users if u.target is not _WAIT]
-            if others:
-                _fail(
-                    graph,
-                    others[0],
-                    after,
-                    f"{others[0].name} reads {part.name}, which is still in flight",
-                    "Read the result of its wait_tensor instead.",
-                )
-            index = part.args[1]
-            assert isinstance(index, int)
-            picked[index] = picked.get(index, 0) + len(waits)
-        for i in range(len(sent)):
-            if picked.get(i, 0) != 1:
-                _fail(
-                    graph,
-                    node,
-                    after,
-                    f"tensor {i} of collective {node.name} is waited for {picked.get(i, 0)} times, "
-                    "not once",
-                    "Each launched tensor needs exactly one wait_tensor.",
-                )
+        if isinstance(sent, (list, tuple)):
+            in_flight = [u for u in node.users if u.target is operator.getitem]
+            count = [sum(1 for p in in_flight if p.args[1] == i) for i in range(len(sent))]
+            _only_read_by(graph, after, node, lambda u: u.target is operator.getitem)
+        else:
+            in_flight, count = [node], [1]
+        for part in in_flight:
+            _only_read_by(graph, after, part, lambda u: u.target is _WAIT)
+        waits = sum(1 for part in in_flight for _ in part.users)
+        if waits != len(count) or any(n != 1 for n in count):
+            _fail(
+                graph,
+                node,
+                after,
+                f"collective {node.name} carries {len(count)} tensors and is waited for {waits} "
+                "times",
+                "Each launched tensor needs exactly one wait_tensor.",
+            )
+
+
+def _only_read_by(
+    graph: StepGraph, after: str, node: fx.Node, allowed: Callable[[fx.Node], bool]
+) -> None:
+    for user in node.users:
+        if not allowed(user):
+            _fail(
+                graph,
+                user,
+                after,
+                f"{user.name} reads {node.name}, which is still in flight",
+                "Read the result of its wait_tensor instead.",
+            )
 
 
 def check_releases(graph: StepGraph, after: str) -> None:

@@ -18,14 +18,18 @@ from fxzero.params import ModelState, Traffic
 
 
 def traffic_of(graph: StepGraph) -> Traffic:
-    """What one run of a graph communicates, by what the collectives assemble or take apart."""
+    """What one run of a graph communicates: buckets, and bytes of the full tensors in them."""
     total = Traffic()
+    seen: set[str] = set()
     for transfer in graph.transfers():
+        bucket = transfer.stamp.bucket or transfer.launch.name
+        new = bucket not in seen
+        seen.add(bucket)
         if transfer.stamp.lane is Lane.GATHER:
-            total.num_gathers += 1
+            total.num_gathers += new
             total.gathered_bytes += sum(num_bytes(n) for n in transfer.waits)
         else:
-            total.num_reduces += 1
+            total.num_reduces += new
             total.reduced_bytes += sum(num_bytes(n) for n in transfer.tensors)
     return total
 
