@@ -32,8 +32,8 @@ def init_fake_process_group(world_size: int, rank: int = 0) -> None:
 
 
 def default_store() -> dist.Store | None:
-    """The key-value store of the default process group."""
-    if not dist.is_initialized():
+    """The key-value store of the default process group; None without other processes."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":
         return None
     return dist.distributed_c10d._get_default_store()
 

@@ -144,8 +144,16 @@ def _one_marker(graph: StepGraph, markers: list[fx.Node]) -> fx.Node:
     first = markers[0]
     for other in markers[1:]:
         other.replace_all_uses_with(first)
-        graph.graph.erase_node(other)
+        _erase_with_views(graph, other)
     return first
+
+
+def _erase_with_views(graph: StepGraph, node: fx.Node) -> None:
+    """Drop a node that nobody reads, and the views that only it looked through."""
+    while node.op == "call_function" and not node.users:
+        source = node.all_input_nodes[0]
+        graph.graph.erase_node(node)
+        node = source
 
 
 def _release_after_last_use(
@@ -202,7 +210,7 @@ def place(graph: StepGraph, spec: ParamSpec, marker: fx.Node) -> int:
         made += spec.shard_group is not None
     if (forward := fulls.get(Phase.FORWARD, source)) is not marker:
         marker.replace_all_uses_with(forward)
-    graph.graph.erase_node(marker)
+    _erase_with_views(graph, marker)
     for phase, full in fulls.items():
         if spec.shard_group is not None and per_phase:
             stamp = Stamp(phase, Lane.GATHER, layer=spec.layer, params=(spec.key,))

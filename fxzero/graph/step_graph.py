@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fxzero._compat import fake_mode_of
 from fxzero.graph.stamps import Phase, Role, Stamp, has_stamp, set_stamp, stamp_of
@@ -85,6 +86,7 @@ class StepGraph:
         self.inputs = dict(inputs or {})
         self.gradients = dict(gradients or {})
         self.fake_mode = fake_mode_of(module.graph)
+        self._values: dict[object, Any] = {}
 
     @property
     def graph(self) -> fx.Graph:
@@ -142,11 +144,15 @@ class StepGraph:
         return node
 
     def _value(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The fake value of a call: run on fake tensors, once for equal arguments."""
         fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         if target is operator.getitem or self.fake_mode is None:
             return target(*fake_args, **fake_kwargs)
-        with self.fake_mode, torch.no_grad():
-            return target(*fake_args, **fake_kwargs)
+        key = (target, _value_key((fake_args, fake_kwargs)))
+        if key not in self._values:
+            with self.fake_mode, torch.no_grad():
+                self._values[key] = target(*fake_args, **fake_kwargs)
+        return self._values[key]
 
     def transfers(self, *, phase: Phase | None = None, name: str = "") -> list[Transfer]:
         """All collectives, in launch order; of one phase, and one lane by its name."""
@@ -179,6 +185,16 @@ def _transfer(launch: fx.Node) -> Transfer:
             _closure([u for w in waits for u in w.users], Role.FINISH, lambda n: list(n.users))
         ),
     )
+
+
+def _value_key(arguments: Any) -> str:
+    """Equal for arguments of equal shapes, strides, dtypes and devices."""
+    described = pytree.tree_map_only(
+        torch.Tensor,
+        lambda t: (str(tuple(t.shape)), str(t.stride()), t.dtype, t.device),
+        arguments,
+    )
+    return repr(described)
 
 
 def _closure(

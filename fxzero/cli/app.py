@@ -1,0 +1,119 @@
+"""Commands and their options; what they print is in `fxzero.cli.tables`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from fxzero.cli import tables
+from fxzero.errors import ConfigError, FxZeroError, nearest
+from fxzero.inspect import Plan, capture
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+class Dtype(str, Enum):
+    """Dtypes by their torch names."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+@app.callback()
+def fxzero() -> None:
+    """A compiler for distributed training steps in PyTorch."""
+
+
+@app.command()
+def inspect(
+    target: Annotated[
+        str, typer.Argument(help="Where the model is made: package.module:factory.")
+    ],
+    zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 3,
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks to compile for.")] = 8,
+    rank: Annotated[int, typer.Option(min=0, help="The rank whose graph to show.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Passed to example_inputs().")] = 2,
+    param_dtype: Annotated[Dtype | None, typer.Option(help="Dtype to compute in.")] = None,
+    reduce_dtype: Annotated[Dtype | None, typer.Option(help="Dtype to reduce in.")] = None,
+    inference: Annotated[bool, typer.Option(help="Compile a forward alone.")] = False,
+    options: Annotated[
+        str, typer.Option(help="""Backend options as JSON: '{"prefetch": {"distance": 2}}'.""")
+    ] = "{}",
+    diff: Annotated[str, typer.Option(help="Show what this pass changed.")] = "",
+    code: Annotated[bool, typer.Option(help="Show the scheduled graph as Python.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Compile a model's training step for any number of ranks, and show what was decided.
+
+    Runs in one process, with no accelerator and no memory for the model.
+    """
+    console = Console()
+    try:
+        build = load(target)
+        captured = capture(
+            build,
+            zero=zero,
+            world_size=world_size,
+            rank=rank,
+            batch_size=batch_size,
+            param_dtype=getattr(torch, param_dtype.value) if param_dtype else None,
+            reduce_dtype=getattr(torch, reduce_dtype.value) if reduce_dtype else None,
+            training=not inference,
+            options={**_mapping(options), "keep_text": bool(diff)},
+        )
+        plan = Plan.of(captured)
+        if as_json:
+            typer.echo(json.dumps(plan.to_json(), indent=1, default=str))
+        elif diff:
+            tables.print_diff(console, captured, diff)
+        elif code:
+            tables.print_code(console, captured)
+        else:
+            tables.print_plan(console, plan)
+    except FxZeroError as error:
+        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
+        raise typer.Exit(1) from None
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--options={text!r} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"--options={text!r} must be a JSON object")
+    return value
+
+
+def load(target: str) -> Callable[[], Any]:
+    """Import ``package.module:factory``, from the working directory too.
+
+    Raises:
+        ConfigError: there is no such module, or it has no such function.
+    """
+    module_name, _, name = target.partition(":")
+    if not name:
+        raise ConfigError(f"{target!r} names no factory. Write package.module:factory.")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"cannot import {module_name!r} from {Path.cwd()}: {error}. Run from the folder that "
+            "holds it, or install it."
+        ) from None
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        known = [n for n in vars(module) if callable(getattr(module, n)) and not n.startswith("_")]
+        raise ConfigError(f"{module_name} has no function {name!r}: {nearest(name, known)}")
+    return factory  # type: ignore[no-any-return]

@@ -1,0 +1,107 @@
+"""A compilation as a person reads it: tables, diffs and code."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.syntax import Syntax
+from rich.table import Table
+
+from fxzero.errors import ConfigError, nearest
+from fxzero.inspect import Capture, Plan
+
+
+def size(num_bytes: float) -> str:
+    """``12.3 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1024 or unit == "TiB":
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError
+
+
+def print_plan(console: Console, plan: Plan) -> None:
+    """The passes, the buckets on the wire, and the sums."""
+    console.print(
+        f"ZeRO-{plan.zero}, {plan.world_size} ranks, {plan.num_parameters:,} parameters, "
+        f"{len({row.graph for row in plan.passes})} graph(s)\n"
+    )
+    console.print(passes_table(plan))
+    if plan.transfers:
+        console.print(transfers_table(plan))
+    gathered = sum(r.num_bytes for r in plan.transfers if r.lane == "gather")
+    reduced = sum(r.num_bytes for r in plan.transfers if r.lane == "reduce")
+    ratio = plan.wire_elements() / max(plan.num_parameters, 1)
+    console.print(
+        f"per step and rank: {size(gathered)} gathered, {size(reduced)} reduced, "
+        f"{plan.wire_elements():,} elements on the wire = {ratio:.3f} P"
+    )
+
+
+def passes_table(plan: Plan) -> Table:
+    """A row a pass."""
+    table = Table("graph", "pass", "ms", "nodes before", "after", "what it noted")
+    for column in (0, 2, 3, 4):
+        table.columns[column].justify = "right"
+    for row in plan.passes:
+        notes = ", ".join(f"{k}={v}" for k, v in row.notes.items()) or "nothing to do"
+        table.add_row(
+            str(row.graph),
+            row.name,
+            f"{row.time_ms:.1f}",
+            str(row.nodes_before),
+            str(row.nodes_after),
+            escape(notes),
+        )
+    return table
+
+
+def transfers_table(plan: Plan) -> Table:
+    """A row a bucket, in launch order."""
+    table = Table("bucket", "operator", "layer", "params", "elements", "bytes")
+    for column in (3, 4, 5):
+        table.columns[column].justify = "right"
+    for row in plan.transfers:
+        name = row.operator.removesuffix("_coalesced").removesuffix("_into_tensor")
+        table.add_row(
+            row.bucket,
+            name.removesuffix("_tensor"),
+            row.layer or "(root)",
+            str(len(row.params)),
+            f"{row.num_elements:,}",
+            size(row.num_bytes),
+        )
+    return table
+
+
+def print_diff(console: Console, captured: Capture, name: str) -> None:
+    """What a pass changed, in each graph.
+
+    Raises:
+        ConfigError: no pass of that name ran.
+    """
+    records = [r for c in captured.compilations for r in c.records]
+    found = [r for r in records if r.name == name]
+    if not found:
+        raise ConfigError(f"no pass {name!r} ran: {nearest(name, {r.name for r in records})}")
+    for record in found:
+        text = record.diff() or f"# {name} changed nothing here: {record.notes}"
+        _print_text(console, text, "diff")
+
+
+def print_code(console: Console, captured: Capture) -> None:
+    """The scheduled graphs as Python: node order is launch order."""
+    for number, compilation in enumerate(captured.compilations):
+        if compilation.joint is None:
+            continue
+        source = compilation.joint.graph.python_code("self", verbose=False).src
+        text = f"# graph {number}\n{source.strip()}"
+        _print_text(console, text, "python")
+
+
+def _print_text(console: Console, text: str, language: str) -> None:
+    """Coloured on a terminal; elsewhere every line whole, for pipes."""
+    if console.is_terminal:
+        console.print(Syntax(text, language, background_color="default"))
+    else:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
