@@ -1,7 +1,7 @@
 """fxzero: a compiler for distributed training steps in PyTorch.
 
-    model = fxzero.shard(model, zero=3)
-    model = torch.compile(model, backend="fxzero")
+model = fxzero.shard(model, zero=3)
+model = torch.compile(model, backend="fxzero")
 """
 
 from fxzero import ops as _ops

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -23,7 +23,7 @@ from fxzero.errors import CaptureError
 from fxzero.groups import Group
 
 
-class GradSync(str, Enum):
+class GradSync(StrEnum):
     """What `reshard_grad` does with a full gradient."""
 
     REDUCE = "reduce"

@@ -9,13 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import ClassVar
 
 from fxzero.graph import StepGraph
 
 
-class Fact(str, Enum):
+class Fact(StrEnum):
     """Something that is true of a graph from one pass on."""
 
     STAMPED = "stamped"

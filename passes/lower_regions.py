@@ -11,8 +11,9 @@ schedule.
 from __future__ import annotations
 
 import operator
+import os
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 from typing import ClassVar
 
 import torch
@@ -24,10 +25,10 @@ from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import writes_memory
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
-from fxzero.runtime.regions import CACHE, Region
+from fxzero.runtime.regions import CACHE, Region, Structure, structure_key
 
 
-class RegionBackend(str, Enum):
+class RegionBackend(StrEnum):
     """What a region becomes."""
 
     INDUCTOR = "inductor"
@@ -77,45 +78,79 @@ def runs(graph: StepGraph) -> list[list[fx.Node]]:
     return [run for run in found if not all(is_view(n) for n in run)]
 
 
-def extract(run: list[fx.Node], name: str) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
-    """Copy a run into a module of its own; return it, its inputs and its outputs."""
+@dataclass(frozen=True)
+class Cutout:
+    """A run of nodes, and a copy of it as a module of its own."""
+
+    name: str
+    run: list[fx.Node]
+    module: fx.GraphModule
+    outputs: list[fx.Node]
+    key: object
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """What the run reads from outside now: lowering an earlier run replaces some of it."""
+        return inputs_of(self.run)
+
+
+def inputs_of(run: list[fx.Node]) -> list[fx.Node]:
+    """The nodes outside of a run that it reads, in order of first use."""
     inside = set(run)
-    inputs = list(dict.fromkeys(i for n in run for i in n.all_input_nodes if i not in inside))
+    return list(dict.fromkeys(i for n in run for i in n.all_input_nodes if i not in inside))
+
+
+def extract(graph: StepGraph, run: list[fx.Node], name: str) -> Cutout:
+    """Copy a run into a module."""
+    inside = set(run)
     outputs = [n for n in run if any(user not in inside for user in n.users)]
-    graph = fx.Graph()
+    copy = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for i, node in enumerate(inputs):
-        copies[node] = graph.placeholder(f"input_{i}")
+    for i, node in enumerate(inputs_of(run)):
+        copies[node] = copy.placeholder(f"input_{i}")
         copies[node].meta["val"] = node.meta["val"]
     for node in run:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[n] for n in outputs))
-    return fx.GraphModule(torch.nn.Module(), graph, class_name=name), inputs, outputs
+        copies[node] = copy.node_copy(node, copies.__getitem__)
+    copy.output(tuple(copies[n] for n in outputs))
+    module = fx.GraphModule(torch.nn.Module(), copy, class_name=name)
+    key, _ = structure_key(module, getattr(graph.fake_mode, "shape_env", None))
+    return Cutout(name, run, module, outputs, key)
 
 
-def lower(graph: StepGraph, run: list[fx.Node], name: str) -> None:
+def lower(graph: StepGraph, cutout: Cutout, structure: Structure) -> None:
     """Replace a run by one call."""
-    module, inputs, outputs = extract(run, name)
-    if not outputs:
-        return
-    region = Region(name, CACHE.get(module, graph.fake_mode))
-    last = run[-1]
+    region = Region(cutout.name, structure)
+    last = cutout.run[-1]
     stamp = replace(stamp_of(last), role=Role.REGION, lane=Lane.COMPUTE, made_by="lower_regions")
     with graph.graph.inserting_after(last):
-        call = graph.graph.call_function(region, tuple(inputs))
-    call.name = graph.graph._graph_namespace.create_name(name, call)
-    call.meta["val"] = tuple(n.meta["val"] for n in outputs)
+        call = graph.graph.create_node(
+            "call_function", region, tuple(cutout.inputs), {}, name=cutout.name
+        )
+    call.meta["val"] = tuple(n.meta["val"] for n in cutout.outputs)
     set_stamp(call, stamp)
     after = call
-    for i, node in enumerate(outputs):
+    for i, node in enumerate(cutout.outputs):
         with graph.graph.inserting_after(after):
             part = graph.graph.call_function(operator.getitem, (call, i))
         part.meta = dict(node.meta)
         set_stamp(part, replace(stamp, role=Role.PART))
         node.replace_all_uses_with(part)
         after = part
-    for node in reversed(run):
+    for node in reversed(cutout.run):
         graph.graph.erase_node(node)
+
+
+def share_compilation(cutouts: list[Cutout]) -> list[Cutout]:
+    """The order in which this process compiles: each one on a host begins elsewhere.
+
+    Inductor's cache on disk is shared, so that what one rank has compiled the next one
+    finds there, and ranks on one host compile different regions at the same time.
+    """
+    distinct = list({c.key: c for c in cutouts}.values())
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    start = len(distinct) * local_rank // local_ranks
+    return distinct[start:] + distinct[:start]
 
 
 @dataclass(frozen=True)
@@ -135,8 +170,14 @@ class LowerRegions(Pass):
             return Notes()
         settle(graph)
         before = CACHE.compilations
-        found = runs(graph)
-        for i, run in enumerate(found):
+        cutouts = []
+        for i, run in enumerate(runs(graph)):
             layer = stamp_of(run[0]).layer.replace(".", "_") or "root"
-            lower(graph, run, f"{layer}_{i}")
-        return Notes(regions=len(found), compiled=CACHE.compilations - before)
+            cutout = extract(graph, run, f"{layer}_{i}")
+            if cutout.outputs:
+                cutouts.append(cutout)
+        for cutout in share_compilation(cutouts):
+            CACHE.get(cutout.module, graph.fake_mode)
+        for cutout in cutouts:
+            lower(graph, cutout, CACHE.get(cutout.module, graph.fake_mode))
+        return Notes(regions=len(cutouts), compiled=CACHE.compilations - before)

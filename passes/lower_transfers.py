@@ -32,9 +32,8 @@ _c10d = torch.ops._c10d_functional
 def _launch_one(
     graph: StepGraph, transfer: Transfer, target: torch._ops.OpOverload, args: tuple[object, ...]
 ) -> fx.Node:
-    return graph.call(
-        target, args, stamp=replace(transfer.stamp, made_by="lower_transfers"), name="one"
-    )
+    stamp = replace(transfer.stamp, made_by="lower_transfers")
+    return graph.call(target, args, stamp=stamp, name=transfer.launch.name)
 
 
 def all_gather(graph: StepGraph, transfer: Transfer, sent: fx.Node) -> fx.Node:
@@ -48,9 +47,7 @@ def all_to_all(graph: StepGraph, transfer: Transfer, sent: fx.Node) -> fx.Node:
     _, _, size, group = transfer.launch.args
     assert isinstance(size, int)
     rows = [sent.meta["val"].shape[0] // size] * size
-    return _launch_one(
-        graph, transfer, _c10d.all_to_all_single.default, (sent, rows, rows, group)
-    )
+    return _launch_one(graph, transfer, _c10d.all_to_all_single.default, (sent, rows, rows, group))
 
 
 def mean_over_ranks(graph: StepGraph, transfer: Transfer, wait: fx.Node) -> fx.Node:

@@ -55,7 +55,7 @@ def check_contracts(passes: Sequence[Pass], given: Iterable[Fact] = ()) -> froze
         if missing:
             words = ", ".join(sorted(fact.value for fact in missing))
             providers = [p.name for p in passes if p.provides & missing]
-            hint = f"run it after {', '.join(providers)}" if providers else "no pass here provides it"
+            hint = f"run it after {', '.join(providers)}" if providers else "nothing here does"
             raise ContractError(f"pass {step.name!r} requires a graph that is {words}: {hint}")
         facts |= step.provides
     return frozenset(facts)

@@ -141,7 +141,9 @@ def place_reduces(timeline: Timeline, distance: int) -> int:
     def join_oldest(at: int) -> None:
         transfer = in_flight.pop(0)
         timeline.place(at, Slot.REDUCE, _join(transfer))
-        onward = {id(second_stage[n]): second_stage[n] for n in _join(transfer) if n in second_stage}
+        onward = {
+            id(second_stage[n]): second_stage[n] for n in _join(transfer) if n in second_stage
+        }
         for after in onward.values():
             timeline.place(at, Slot.REDUCE, _launch(after))
             in_flight.append(after)

@@ -58,7 +58,10 @@ def _collective(
 ) -> fx.Node:
     """Emit one asynchronous collective over one tensor, and its wait."""
     launch = graph.call(
-        target, ([tensor], *arguments), stamp=replace(stamp, role=Role.LAUNCH), name="reduce"
+        target,
+        ([tensor], *arguments),
+        stamp=replace(stamp, role=Role.LAUNCH),
+        name=f"reduce_{stamp.layer.replace('.', '_')}",
     )
     part = graph.call(operator.getitem, (launch, 0), stamp=replace(stamp, role=Role.PART))
     return graph.call(_c10d.wait_tensor.default, (part,), stamp=replace(stamp, role=Role.WAIT))
@@ -127,7 +130,9 @@ def _sum(graph: StepGraph, grads: list[fx.Node], stamp: Stamp) -> fx.Node:
     return total
 
 
-def place(graph: StepGraph, spec: ParamSpec, markers: list[fx.Node], grads: list[fx.Node]) -> fx.Node:
+def place(
+    graph: StepGraph, spec: ParamSpec, markers: list[fx.Node], grads: list[fx.Node]
+) -> fx.Node:
     """Emit what follows the last of a parameter's full gradients; return what leaves the graph."""
     stamp = Stamp(
         Phase.BACKWARD,

@@ -57,7 +57,7 @@ def gather(graph: StepGraph, source: fx.Node, spec: ParamSpec, stamp: Stamp) -> 
         _c10d.all_gather_into_tensor_coalesced.default,
         ([part], spec.shard_group.size, spec.shard_group.name),
         stamp=replace(stamp, role=Role.LAUNCH),
-        name="gather",
+        name=f"gather_{spec.layer.replace('.', '_')}",
     )
     piece = graph.call(operator.getitem, (launch, 0), stamp=replace(stamp, role=Role.PART))
     full = graph.call(
@@ -156,9 +156,7 @@ def _erase_with_views(graph: StepGraph, node: fx.Node) -> None:
         node = source
 
 
-def _release_after_last_use(
-    graph: StepGraph, full: fx.Node, phase: Phase, stamp: Stamp
-) -> bool:
+def _release_after_last_use(graph: StepGraph, full: fx.Node, phase: Phase, stamp: Stamp) -> bool:
     """End a full parameter's life after its phase's last use; False if it leaves the graph."""
     aliases = _all_views(full)
     users = {u for n in aliases for u in n.users}

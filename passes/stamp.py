@@ -82,7 +82,7 @@ def sink_backward(graph: StepGraph) -> int:
         How many nodes moved.
     """
     late: set[fx.Node] = set()
-    backward = [n for n in graph.nodes(phase=Phase.BACKWARD)]
+    backward = list(graph.nodes(phase=Phase.BACKWARD))
     tangents = {n for n in graph.graph.find_nodes(op="placeholder") if _is_tangent(n)}
     dependent = set(tangents)
     for node in backward:

@@ -6,7 +6,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +21,7 @@ from fxzero.inspect import Plan, capture
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
-class Dtype(str, Enum):
+class Dtype(StrEnum):
     """Dtypes by their torch names."""
 
     FLOAT32 = "float32"
@@ -36,9 +36,7 @@ def fxzero() -> None:
 
 @app.command()
 def inspect(
-    target: Annotated[
-        str, typer.Argument(help="Where the model is made: package.module:factory.")
-    ],
+    target: Annotated[str, typer.Argument(help="Where the model is made: package.module:factory.")],
     zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 3,
     world_size: Annotated[int, typer.Option(min=1, help="Ranks to compile for.")] = 8,
     rank: Annotated[int, typer.Option(min=0, help="The rank whose graph to show.")] = 0,

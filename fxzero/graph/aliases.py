@@ -36,7 +36,9 @@ def view_base(node: fx.Node) -> fx.Node | None:
 
 def _is_view(target: torch._ops.OpOverload) -> bool:
     """Whether a schema annotates a return as an alias that is not written to."""
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
+    return any(
+        r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
+    )
 
 
 def is_view(node: fx.Node) -> bool:

@@ -50,7 +50,7 @@ def cut(graph: StepGraph, private: set[str]) -> Sides:
     for node in values:
         if isinstance(node.meta.get("val"), (list, tuple)):
             raise AssertionError(f"{node.name} saves a list; its parts should be saved instead")
-    saved = [n for n in values]
+    saved = list(values)
     forward, backward = extract_forward_backward(
         graph.module, values, symbols, graph.num_forward_outputs
     )
@@ -76,5 +76,3 @@ def _side(joint: StepGraph, module: fx.GraphModule, phase: Phase) -> StepGraph:
         if node.name in names
     }
     return StepGraph(module, num_forward_outputs=0, specs=joint.specs, inputs=inputs)
-
-

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from torch import fx
 
@@ -12,14 +12,14 @@ from fxzero.errors import VerificationError
 _KEY = "fxzero"
 
 
-class Phase(str, Enum):
+class Phase(StrEnum):
     """Which part of the training step a node belongs to."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
 
 
-class Lane(str, Enum):
+class Lane(StrEnum):
     """Where a node runs."""
 
     COMPUTE = "compute"
@@ -27,7 +27,7 @@ class Lane(str, Enum):
     REDUCE = "reduce"
 
 
-class Role(str, Enum):
+class Role(StrEnum):
     """What a node is for."""
 
     INPUT = "input"

@@ -109,9 +109,7 @@ class StepGraph:
         """Replace what the graph returns."""
         self.output.args = (tuple(values),)
 
-    def nodes(
-        self, *, phase: Phase | None = None, role: Role | None = None
-    ) -> Iterator[fx.Node]:
+    def nodes(self, *, phase: Phase | None = None, role: Role | None = None) -> Iterator[fx.Node]:
         """Nodes in launch order, of one phase or role if asked."""
         for node in list(self.graph.nodes):
             if node.op in ("placeholder", "output") and role not in (Role.INPUT, Role.OUTPUT):
