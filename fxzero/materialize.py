@@ -7,6 +7,7 @@ right after, so the most that a rank holds is its shards and one module.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,10 +58,12 @@ def module(
     for name in names:
         _make_real(owner, name, device)
     with torch.no_grad():
-        if callable(getattr(owner, "reset_parameters", None)):
-            owner.reset_parameters()
-        if callable(getattr(model, "_init_weights", None)):
-            model._init_weights(owner)
+        own_initialiser: Any = getattr(owner, "reset_parameters", None)
+        if callable(own_initialiser):
+            own_initialiser()
+        model_initialiser: Any = getattr(model, "_init_weights", None)
+        if callable(model_initialiser):
+            model_initialiser(owner)
     for name in names:
         value = owner._parameters.get(name, owner._buffers.get(name))
         if value is not None and value.is_floating_point() and bool(value.isnan().any()):

@@ -114,4 +114,4 @@ def load(target: str) -> Callable[[], Any]:
     if not callable(factory):
         known = [n for n in vars(module) if callable(getattr(module, n)) and not n.startswith("_")]
         raise ConfigError(f"{module_name} has no function {name!r}: {nearest(name, known)}")
-    return factory  # type: ignore[no-any-return]
+    return factory

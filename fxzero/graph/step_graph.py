@@ -46,7 +46,8 @@ class Transfer:
     def tensors(self) -> list[fx.Node]:
         """What the collective sends."""
         sent = self.launch.args[0]
-        return list(sent) if isinstance(sent, (list, tuple)) else [sent]  # type: ignore[list-item]
+        tensors = sent if isinstance(sent, (list, tuple)) else (sent,)
+        return [node for node in tensors if isinstance(node, fx.Node)]
 
     @property
     def results(self) -> list[fx.Node]:
@@ -166,9 +167,9 @@ class StepGraph:
         for node in order:
             output.prepend(node)
 
-    def text(self, *, only: Callable[[fx.Node], bool] | None = None) -> str:
-        """The graph, a line a node: value, operator, and the stamp where it is not plain."""
-        return "\n".join(_line(n) for n in self.graph.nodes if only is None or only(n))
+    def text(self) -> str:
+        """The graph, a line a node: value, operator, and the stamp."""
+        return "\n".join(node_line(node) for node in self.graph.nodes)
 
 
 def _transfer(launch: fx.Node) -> Transfer:
@@ -220,7 +221,8 @@ def describe_value(value: Any) -> str:
     return type(value).__name__ if value is not None else "None"
 
 
-def _line(node: fx.Node) -> str:
+def node_line(node: fx.Node) -> str:
+    """A node as `StepGraph.text` prints it."""
     value = describe_value(node.meta.get("val"))
     if node.op == "placeholder":
         return f"{node.name}: {value} = input"

@@ -26,7 +26,7 @@ from fxzero.errors import VerificationError
 from fxzero.graph.aliases import view_base
 from fxzero.graph.operators import is_random
 from fxzero.graph.stamps import Lane, Role, has_stamp, stamp_of
-from fxzero.graph.step_graph import StepGraph
+from fxzero.graph.step_graph import StepGraph, node_line
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _RELEASES = (torch.ops.fxzero.release.default, torch.ops.fxzero.release_saved.default)
@@ -57,12 +57,8 @@ def verify(graph: StepGraph, facts: Iterable[str], *, after: str) -> None:
 def _fail(graph: StepGraph, node: fx.Node, after: str, rule: str, advice: str) -> None:
     nodes = list(graph.graph.nodes)
     at = nodes.index(node) if node in nodes else 0
-    lines = [
-        f"{'>' if n is node else ' '} {line}"
-        for n, line in (
-            (n, graph.text(only=lambda m, n=n: m is n)) for n in nodes[max(at - 10, 0) : at + 11]
-        )
-    ]
+    near = nodes[max(at - 10, 0) : at + 11]
+    lines = [f"{'>' if n is node else ' '} {node_line(n)}" for n in near]
     source = _source_line(node)
     where = f"\nfrom {source}" if source else ""
     raise VerificationError(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from fxzero._compat import fresh_tracing_context, inductor_compile, is_symbolic
 from fxzero.graph.aliases import view_base
@@ -136,7 +137,9 @@ def structure_key(module: fx.GraphModule, shape_env: Any) -> tuple[object, bool]
             any_symbolic |= symbolic
             parts.append(description)
             continue
-        arguments = fx.map_arg((node.args, node.kwargs), lambda n: _Reference(index[n]))
+        arguments = pytree.tree_map_only(
+            fx.Node, lambda n: _Reference(index[n]), (node.args, node.kwargs)
+        )
         parts.append((node.op, node.target, repr(arguments)))
     identity = id(shape_env) if any_symbolic else None
     return (tuple(parts), torch.get_num_threads(), identity), any_symbolic
