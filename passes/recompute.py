@@ -59,12 +59,21 @@ def cheap_expression(node: fx.Node, max_nodes: int) -> list[fx.Node] | None:
     return sorted(found)
 
 
-def repeat(graph: StepGraph, nodes: list[fx.Node], made: dict[fx.Node, fx.Node]) -> None:
-    """Copy forward nodes into backward, before everything there, and let backward read them."""
-    for node in nodes:
-        if node in made:
-            continue
-        copy = graph.graph.node_copy(node, lambda n: made.get(n, n))
+def repeat(
+    graph: StepGraph, nodes: list[fx.Node], made: dict[fx.Node, fx.Node], before: fx.Node
+) -> fx.Node:
+    """Copy forward nodes into backward and let backward read the copies.
+
+    Args:
+        before: backward's first node. Copies go in front of it.
+
+    Returns:
+        What backward's first node is now.
+    """
+    new = [node for node in nodes if node not in made]
+    for node in new:
+        with graph.graph.inserting_before(before):
+            copy = graph.graph.node_copy(node, lambda n: made.get(n, n))
         stamp = stamp_of(node)
         set_stamp(copy, replace(stamp, phase=Phase.BACKWARD, made_by="recompute", again=node.name))
         made[node] = copy
@@ -72,10 +81,7 @@ def repeat(graph: StepGraph, nodes: list[fx.Node], made: dict[fx.Node, fx.Node])
         for user in list(node.users):
             if stamp_of(user).phase is Phase.BACKWARD and user is not made[node]:
                 user.replace_input_with(node, made[node])
-
-
-def _first_backward_node(graph: StepGraph) -> fx.Node:
-    return next(graph.nodes(phase=Phase.BACKWARD), graph.output)
+    return made[new[0]] if new else before
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,7 @@ class Recompute(Pass):
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
         made: dict[fx.Node, fx.Node] = {}
+        first = next(graph.nodes(phase=Phase.BACKWARD), graph.output)
         outputs = set(graph.output_values[: graph.num_forward_outputs])
         saved_bytes = 0
         asked = 0
@@ -109,8 +116,7 @@ class Recompute(Pass):
             else:
                 chosen = None
             if chosen:
-                with graph.graph.inserting_before(_first_backward_node(graph)):
-                    repeat(graph, chosen, made)
+                first = repeat(graph, chosen, made, before=first)
                 saved_bytes += 0 if is_view(node) else num_bytes(node)
         if made:
             sink_backward(graph)

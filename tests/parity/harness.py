@@ -249,6 +249,7 @@ def _join(rank: int, world_size: int, folder: str) -> None:
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
     timeout = timedelta(seconds=START_TIMEOUT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    gc.freeze()  # so that collecting after each job does not walk through all of torch
 
 
 def _run(job: _Job) -> Any:

@@ -155,13 +155,28 @@ def convnet() -> nn.Sequential:
     )  # fmt: skip
 
 
+class Head(nn.Module):
+    """A linear layer with a `forward` of its own, which Dynamo can compile by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, hidden) to (rows, 4)."""
+        return self.linear(torch.sin(x))
+
+
 class LSTM(nn.Module):
-    """torch's LSTM, which keeps a list of its parameters beside its attributes."""
+    """torch's LSTM: Dynamo leaves its caller to eager mode, and compiles the head.
+
+    It also keeps a list of its parameters beside its attributes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(8, HIDDEN, num_layers=2, batch_first=True)
-        self.head = nn.Linear(HIDDEN, 4)
+        self.head = Head()
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, time, 8) to (rows, 4)."""

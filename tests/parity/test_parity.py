@@ -7,6 +7,7 @@ of them. (For batch norm, whose statistics are those of a rank, it is torch's DD
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -65,10 +66,10 @@ def in_worlds(**examples: str) -> pytest.MarkDecorator:
 
 @pytest.mark.parametrize("zero", STAGES)
 @in_worlds(
-    one="mlp gpt odd_shapes",
+    one="gpt odd_shapes",
     two=" ".join(EXAMPLES),
-    three="mlp gpt convnet lstm odd_shapes frozen",
-    four="gpt recurrent_loop odd_shapes graph_break",
+    three="gpt convnet lstm odd_shapes",
+    four="odd_shapes graph_break",
 )
 def test_float64(ranks: Pools, world: int, example: str, zero: int) -> None:
     """No rounding to hide behind."""
@@ -76,7 +77,7 @@ def test_float64(ranks: Pools, world: int, example: str, zero: int) -> None:
 
 
 @pytest.mark.parametrize("zero", STAGES)
-@in_worlds(two="mlp gpt convnet odd_shapes", three="gpt")
+@in_worlds(two="gpt convnet")
 def test_float32(ranks: Pools, world: int, example: str, zero: int) -> None:
     """The dtype that models are trained in."""
     ranks(world).run(train_as_the_reference, Case(example, zero, torch.float32))
@@ -131,14 +132,17 @@ def reference_trace(example: Example, dtype: torch.dtype, batches: list[Batch]) 
     if example.name != "convnet":
         return train(model, example.loss, batches)
     # Each rank keeps its own statistics, as it does under fxzero.
-    replica = DistributedDataParallel(model, broadcast_buffers=False)
+    with warnings.catch_warnings():
+        # Its successor, forward_sync_buffers, is younger than the oldest torch supported.
+        warnings.simplefilter("ignore", FutureWarning)
+        replica = DistributedDataParallel(model, broadcast_buffers=False)
     return train(replica, example.loss, map(rows_of_rank, batches))
 
 
 def assert_compiled_once(example: str) -> None:
     """An uncompiled run would give the right numbers too; so would one compiled at each step."""
     graphs = counters["stats"]["unique_graphs"]
-    if example == "lstm":  # Dynamo leaves torch's recurrent layers to eager mode
+    if example == "lstm":  # reading parameters in eager mode may give rise to graphs as well
         assert graphs >= 1, "no graph was compiled"
         return
     expected = GRAPHS.get(example, 1)
