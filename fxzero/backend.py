@@ -198,15 +198,16 @@ def fxzero(
         compilation = Compilation(config, plain=_plain_parameters(module, example_inputs))
         for observe in observers:
             observe(compilation)
-        return _compat.aot_compile(
-            module,
-            example_inputs,
-            forward=compilation.lower,
-            backward=compilation.lower,
-            inference=compilation.infer,
-            partition=compilation.partition,
-            decompositions=_decompositions(config),
-        )
+        with _compat.garbage_collection_paused():
+            return _compat.aot_compile(
+                module,
+                example_inputs,
+                forward=compilation.lower,
+                backward=compilation.lower,
+                inference=compilation.infer,
+                partition=compilation.partition,
+                decompositions=_decompositions(config),
+            )
     except FxZeroError as error:
         raise _compat.passing_through_dynamo(error) from None
 
