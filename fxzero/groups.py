@@ -31,11 +31,6 @@ class Group:
     rank: int
     """This process's place in it."""
 
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The torch process group behind the name."""
-        return resolve_process_group(self.name)
-
     @staticmethod
     def of(process_group: dist.ProcessGroup) -> Group:
         """Describe a torch process group."""

@@ -23,11 +23,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed._functional_collectives  # registers the operators below
 from torch import Tensor
 
 from fxzero._compat import backward_keeps_graph
 from fxzero.params import GradSync, ParamSpec, spec_of
+
+_c10d = torch.ops._c10d_functional
 
 _library = torch.library.Library("fxzero", "DEF")
 _library.define("unshard(Tensor shard, str param, str sync) -> Tensor")
@@ -53,8 +55,8 @@ def _unshard(shard: Tensor, param: str, sync: str) -> Tensor:
         # An operator's output may not alias its input.
         return part.clone() if part.data_ptr() == shard.data_ptr() else part
     part = pad_rows(part, spec.chunk_rows).contiguous()
-    full = part.new_empty((spec.padded_rows, *spec.shape[1:]))
-    dist.all_gather_into_tensor(full, part, group=spec.shard_group.process_group)
+    group = spec.shard_group
+    full = _c10d.wait_tensor(_c10d.all_gather_into_tensor(part, group.size, group.name))
     return full[: spec.shape[0]]
 
 
@@ -64,10 +66,9 @@ def _unshard_fake(shard: Tensor, param: str, sync: str) -> Tensor:
 
 
 def _average(tensor: Tensor, spec: ParamSpec) -> Tensor:
-    """Average over the groups that hold the same part. In place."""
+    """Average over the groups that hold the same part."""
     for group in spec.replica_groups:
-        dist.all_reduce(tensor, group=group.process_group)
-        tensor.div_(group.size)
+        tensor = _c10d.wait_tensor(_c10d.all_reduce(tensor, "avg", group.name))
     return tensor
 
 
@@ -79,14 +80,12 @@ def _reshard_grad(grad: Tensor, param: str, sync: str) -> Tensor:
         grad = _add_kept_grad(grad, param)
     full = grad.to(spec.reduce_dtype).contiguous()
     if spec.shard_group is None:
-        copy = full.clone() if full.data_ptr() == grad.data_ptr() else full
-        return _average(copy, spec).to(spec.dtype)
+        reduced = _average(full, spec).to(spec.dtype)
+        return reduced.clone() if reduced.data_ptr() == grad.data_ptr() else reduced
     full = pad_rows(full, spec.padded_rows)
-    part = full.new_empty((spec.chunk_rows, *spec.shape[1:]))
-    dist.reduce_scatter_tensor(part, full, group=spec.shard_group.process_group)
-    part.div_(spec.shard_group.size)
-    rows = spec.local_rows
-    return _average(part, spec)[: rows.stop - rows.start].to(spec.dtype)
+    group = spec.shard_group
+    part = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(full, "avg", group.size, group.name))
+    return _average(part, spec)[: spec.local_shape[0]].to(spec.dtype)
 
 
 def _shard_like_fake(grad: Tensor, param: str, sync: str = "") -> Tensor:
