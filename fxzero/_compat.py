@@ -40,6 +40,27 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
     return resolve(name)
 
 
+def launch_all_gather(full: torch.Tensor, part: torch.Tensor, group: str) -> Any:
+    """Start gathering `part` of every rank into `full`; ``wait()`` on what is returned."""
+    options = dist.distributed_c10d.AllgatherOptions()
+    options.asyncOp = True
+    return resolve_process_group(group)._allgather_base(full, part, options)
+
+
+def launch_all_to_all(received: torch.Tensor, sent: torch.Tensor, group: str) -> Any:
+    """Start sending each rank an equal part of dim 0; ``wait()`` on what is returned."""
+    options = dist.distributed_c10d.AllToAllOptions()
+    options.asyncOp = True
+    return resolve_process_group(group).alltoall_base(received, sent, [], [], options)
+
+
+def launch_all_reduce(tensor: torch.Tensor, group: str) -> Any:
+    """Start summing a tensor over the ranks, in place; ``wait()`` on what is returned."""
+    options = dist.distributed_c10d.AllreduceOptions()
+    options.asyncOp = True
+    return resolve_process_group(group).allreduce([tensor], options)
+
+
 def init_fake_process_group(world_size: int, rank: int = 0) -> None:
     """A process group of any size in one process, whose collectives move nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -57,6 +78,16 @@ def default_store() -> Any:
 def backward_keeps_graph() -> bool:
     """Whether the running backward was called with ``retain_graph=True``."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def free_storage(tensor: torch.Tensor) -> None:
+    """Free a tensor's memory, whoever else still refers to it.
+
+    Not by ``untyped_storage().resize_(0)``: that makes a Python object for the storage,
+    whose end races with gloo's worker thread dropping its own reference to the storage,
+    and corrupts the heap (seen after some tens of steps of small gathers).
+    """
+    torch.ops.inductor.resize_storage_bytes_(tensor, 0)
 
 
 def active_ddp_module() -> Any:

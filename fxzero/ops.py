@@ -26,7 +26,7 @@ import torch
 import torch.distributed._functional_collectives  # registers the operators below
 from torch import Tensor
 
-from fxzero._compat import backward_keeps_graph
+from fxzero._compat import backward_keeps_graph, free_storage
 from fxzero.params import GradSync, ParamSpec, spec_of
 
 _c10d = torch.ops._c10d_functional
@@ -126,7 +126,7 @@ def _full_like_fake(grad: Tensor, param: str) -> Tensor:
 
 def _release(tensors: list[Tensor]) -> None:
     for tensor in tensors:
-        tensor.untyped_storage().resize_(0)
+        free_storage(tensor)
 
 
 def _release_saved(tensors: list[Tensor]) -> None:

@@ -3,97 +3,100 @@
 NCCL runs a list as one group launch: nothing changes. Gloo packs a list into a flat
 scratch buffer first, and reduce-scatters by all-reducing everything; there
 
-    gather([a, b])        →  gather(a); gather(b)               no scratch
-    reduce_scatter([g])   →  mean(all_to_all(g), ranks)         half the bytes on two ranks
-    all_reduce([g])       →  all_reduce_(g)                     in place, if nobody else reads g
+    gather([a, b])        →  gather(a); gather(b)               no list packed
+    reduce_scatter([g])   →  mean(exchange(g), ranks)           half the bytes on two ranks
+    all_reduce([g])       →  all_reduce(g)                      in place, if nobody else reads g
 
 The sum over ranks is then taken by each rank for its own rows, in rank order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from fxzero.graph import Role, StepGraph
+from fxzero._compat import resolve_process_group
+from fxzero.graph import Stamp, StepGraph
 from fxzero.graph.aliases import view_base
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import Transfer
 from fxzero.groups import backend_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.runtime import collectives
 
-_aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 
-
-def _launch_one(
-    graph: StepGraph, transfer: Transfer, target: torch._ops.OpOverload, args: tuple[object, ...]
-) -> fx.Node:
-    stamp = replace(transfer.stamp, made_by="lower_transfers")
-    return graph.call(target, args, stamp=stamp, name=transfer.launch.name)
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function and its arguments."""
 
 
-def all_gather(graph: StepGraph, transfer: Transfer, sent: fx.Node) -> fx.Node:
-    """Gather one tensor."""
-    target = _c10d.all_gather_into_tensor.default
-    return _launch_one(graph, transfer, target, (sent, *transfer.launch.args[1:]))
+def is_own(node: fx.Node) -> bool:
+    """Whether nobody but the collective reads a node's memory."""
+    return len(node.users) == 1 and view_base(node) is None and node.op == "call_function"
 
 
-def all_to_all(graph: StepGraph, transfer: Transfer, sent: fx.Node) -> fx.Node:
-    """Send each rank its rows of one full gradient."""
-    _, _, size, group = transfer.launch.args
-    assert isinstance(size, int)
-    rows = [sent.meta["val"].shape[0] // size] * size
-    return _launch_one(graph, transfer, _c10d.all_to_all_single.default, (sent, rows, rows, group))
+def one_gather(sent: fx.Node, size: int, group: str) -> tuple[Call, Call]:
+    """How to gather one tensor: the launch and, its first argument to come, the wait."""
+    return (collectives.gather, (sent, size, group)), (collectives.join, ())
 
 
-def mean_over_ranks(graph: StepGraph, transfer: Transfer, wait: fx.Node) -> fx.Node:
-    """Average what the ranks sent for this rank's rows."""
-    size = transfer.launch.args[2]
-    value = wait.meta["val"]
-    stamp = replace(transfer.stamp, role=Role.FINISH, made_by="lower_transfers")
-    shape = [size, value.shape[0] // size, *value.shape[1:]]
-    stacked = graph.call(_aten.view.default, (wait, shape), stamp=stamp)
-    return graph.call(_aten.mean.dim, (stacked, [0]), stamp=stamp)
+def one_reduce_scatter(sent: fx.Node, op: str, size: int, group: str) -> tuple[Call, Call]:
+    """How to average one full gradient into this rank's rows."""
+    assert op == "avg"
+    launch = (collectives.exchange, (sent, size, group, is_own(sent)))
+    return launch, (collectives.join_exchange, (size,))
 
 
-def all_reduce(graph: StepGraph, transfer: Transfer, sent: fx.Node) -> fx.Node:
-    """Reduce one tensor, in its own memory when nothing else reads that."""
-    own = len(sent.users) == 1 and view_base(sent) is None and sent.op == "call_function"
-    target = _c10d.all_reduce_.default if own else _c10d.all_reduce.default
-    return _launch_one(graph, transfer, target, (sent, *transfer.launch.args[1:]))
+def one_all_reduce(sent: fx.Node, op: str, group: str) -> tuple[Call, Call]:
+    """How to average one tensor over the ranks."""
+    assert op == "avg"
+    launch = (collectives.all_reduce, (sent, group, is_own(sent)))
+    return launch, (collectives.join_sum, (group_size(group),))
 
 
-_ONE_BY_ONE = {
-    _c10d.all_gather_into_tensor_coalesced.default: (all_gather, None),
-    _c10d.reduce_scatter_tensor_coalesced.default: (all_to_all, mean_over_ranks),
-    _c10d.all_reduce_coalesced.default: (all_reduce, None),
+def group_size(group: str) -> int:
+    """Ranks in a group."""
+    return resolve_process_group(group).size()
+
+
+_ONE_BY_ONE: dict[Any, Callable[..., tuple[Call, Call]]] = {
+    _c10d.all_gather_into_tensor_coalesced.default: one_gather,
+    _c10d.reduce_scatter_tensor_coalesced.default: one_reduce_scatter,
+    _c10d.all_reduce_coalesced.default: one_all_reduce,
 }
 
 
 def split(graph: StepGraph, transfer: Transfer) -> None:
     """Launch a transfer's tensors one after the other, where the joint launch stood."""
-    emit, finish = _ONE_BY_ONE[transfer.launch.target]  # type: ignore[index]
+    choose = _ONE_BY_ONE[transfer.launch.target]
+    own = replace(transfer.stamp, made_by="lower_transfers")
     for sent, part, wait in zip(transfer.tensors, transfer.parts, transfer.waits, strict=True):
+        launch_call, wait_call = choose(sent, *transfer.launch.args[1:])
+        value = wait.meta["val"]
         with graph.graph.inserting_before(transfer.launch):
-            launch = emit(graph, transfer, sent)
-        wait.replace_input_with(part, launch)
+            launch = _call(graph, launch_call, own, transfer.launch.name, value)
+        with graph.graph.inserting_before(wait):
+            function, arguments = wait_call
+            joined = _call(
+                graph,
+                (function, (launch, *arguments)),
+                replace(stamp_of(wait), made_by="lower_transfers"),
+                wait.name,
+                value,
+            )
+        wait.replace_all_uses_with(joined)
+        graph.graph.erase_node(wait)
         graph.graph.erase_node(part)
-        if finish is None:
-            continue
-        wait.meta["val"] = launch.meta["val"]
-        readers = list(wait.users)
-        with graph.graph.inserting_after(wait):
-            anchor = graph.graph.call_function(_aten.alias.default, (wait,))
-        with graph.graph.inserting_before(anchor):
-            result = finish(graph, transfer, wait)
-        graph.graph.erase_node(anchor)
-        for reader in readers:
-            reader.replace_input_with(wait, result)
     graph.graph.erase_node(transfer.launch)
+
+
+def _call(graph: StepGraph, call: Call, stamp: Stamp, name: str, value: Any) -> fx.Node:
+    function, arguments = call
+    return graph.call(function, arguments, stamp=stamp, name=name, value=value)
 
 
 def _is_gloo(transfer: Transfer) -> bool:
@@ -105,7 +108,7 @@ def _is_gloo(transfer: Transfer) -> bool:
 
 @dataclass(frozen=True)
 class LowerTransfers(Pass):
-    """Choose the collectives that the backend runs without scratch memory."""
+    """Choose the collectives that the backend runs without packing lists."""
 
     name: ClassVar[str] = "lower_transfers"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.CUT})

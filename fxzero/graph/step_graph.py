@@ -128,18 +128,20 @@ class StepGraph:
         stamp: Stamp,
         like: fx.Node | None = None,
         name: str | None = None,
+        value: Any = None,
     ) -> fx.Node:
         """Make a node at the graph's insertion point, with stamp, ``val`` and provenance.
 
         Args:
             like: the node whose stack trace and module stack the new one inherits.
+            value: its fake value, for targets that cannot run on fake tensors.
         """
         node = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
         set_stamp(node, stamp)
         for key in ("stack_trace", "nn_module_stack"):
             if like is not None and key in like.meta:
                 node.meta[key] = like.meta[key]
-        node.meta["val"] = self._value(target, args, kwargs or {})
+        node.meta["val"] = self._value(target, args, kwargs or {}) if value is None else value
         return node
 
     def _value(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:

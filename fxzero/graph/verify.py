@@ -28,7 +28,6 @@ from fxzero.graph.operators import is_random
 from fxzero.graph.stamps import Lane, Role, has_stamp, stamp_of
 from fxzero.graph.step_graph import StepGraph, node_line
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _RELEASES = (torch.ops.fxzero.release.default, torch.ops.fxzero.release_saved.default)
 
 
@@ -128,7 +127,7 @@ def check_waits(graph: StepGraph, after: str) -> None:
         else:
             in_flight, count = [node], [1]
         for part in in_flight:
-            _only_read_by(graph, after, part, lambda u: u.target is _WAIT)
+            _only_read_by(graph, after, part, lambda u: stamp_of(u).role is Role.WAIT)
         waits = sum(1 for part in in_flight for _ in part.users)
         if waits != len(count) or any(n != 1 for n in count):
             _fail(
