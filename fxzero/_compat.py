@@ -80,6 +80,11 @@ def backward_keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def backward_number() -> int:
+    """A number of the running backward; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
 def free_storage(tensor: torch.Tensor) -> None:
     """Free a tensor's memory, whoever else still refers to it.
 

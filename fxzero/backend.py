@@ -28,7 +28,7 @@ from fxzero.graph import StepGraph
 from fxzero.graph.cut import Sides, cut
 from fxzero.graph.verify import check_ranks
 from fxzero.groups import Group, init_distributed
-from fxzero.params import ModelState, ParamSpec, is_ignored, register, spec_of
+from fxzero.params import ModelState, ParamSpec, is_known, register, spec_of
 from fxzero.passes.base import Context, Fact
 from fxzero.passes.lower_regions import RegionBackend
 from fxzero.passes.pipeline import PassRecord, run_passes
@@ -234,15 +234,13 @@ def _plain_parameters(
     if _compat.active_ddp_module() is not None:
         return {}  # DistributedDataParallel reduces the gradients itself
     placeholders = module.graph.find_nodes(op="placeholder")
-    if any(True for _ in module.graph.find_nodes(op="call_function", target=_UNSHARD)):
-        return {}
     found = {
         i: (value, _qualified_name(node))
         for i, (node, value) in enumerate(zip(placeholders, example_inputs, strict=False))
         if isinstance(value, nn.Parameter)
         and value.requires_grad
         and not isinstance(value, DTensor)
-        and not is_ignored(value)
+        and not is_known(value)
     }
     if not found:
         return {}

@@ -26,8 +26,8 @@ import torch
 import torch.distributed._functional_collectives  # registers the operators below
 from torch import Tensor
 
-from fxzero._compat import backward_keeps_graph, free_storage
-from fxzero.params import GradSync, ParamSpec, spec_of
+from fxzero._compat import backward_keeps_graph, backward_number, free_storage
+from fxzero.params import GradSync, KeptGradient, ParamSpec, spec_of
 
 _c10d = torch.ops._c10d_functional
 
@@ -93,14 +93,28 @@ def _shard_like_fake(grad: Tensor, param: str, sync: str = "") -> Tensor:
     return grad.new_empty(spec.local_shape, dtype=spec.dtype)
 
 
+def _kept(spec: ParamSpec) -> KeptGradient | None:
+    """What is kept of a parameter's gradient, unless the caller has forgotten it.
+
+    An earlier backward left a zero gradient behind; None means that zero_grad() came
+    between, and must forget what was kept too.
+    """
+    kept = spec.state.kept.get(spec.key)
+    parameter = spec.parameter() if spec.parameter is not None else None
+    if kept is None or parameter is None or kept.backward == backward_number():
+        return kept
+    return kept if parameter.grad is not None else None
+
+
 def _keep_grad(grad: Tensor, param: str) -> Tensor:
     spec = spec_of(param)
     state = spec.state
-    kept = state.kept.get(param)
+    kept = _kept(spec)
     if kept is None:
-        state.kept[param] = grad.to(spec.dtype, copy=True)
+        kept = state.kept[param] = KeptGradient(grad.to(spec.dtype, copy=True), backward_number())
     else:
-        kept.add_(grad)
+        kept.grad.add_(grad)
+        kept.backward = backward_number()
     if state.sync == GradSync.REDUCE.value:  # backward ran after `no_sync` was left
         state.sync = GradSync.REDUCE_ACCUMULATED.value
     return grad.new_zeros(spec.local_shape, dtype=spec.dtype)
@@ -109,15 +123,11 @@ def _keep_grad(grad: Tensor, param: str) -> Tensor:
 def _add_kept_grad(grad: Tensor, param: str) -> Tensor:
     spec = spec_of(param)
     state = spec.state
-    kept = state.kept.pop(param, None)
+    kept = _kept(spec)
+    state.kept.pop(param, None)
     if not state.kept and state.sync == GradSync.REDUCE_ACCUMULATED.value:
         state.sync = GradSync.REDUCE.value
-    parameter = spec.parameter() if spec.parameter is not None else None
-    # `keep_grad` leaves a zero gradient behind: None means that the caller has since
-    # called zero_grad(), which must also forget what was kept.
-    if kept is None or (parameter is not None and parameter.grad is None):
-        return grad.clone()
-    return kept.add_(grad)
+    return kept.grad.add_(grad) if kept is not None else grad.to(spec.dtype, copy=True)
 
 
 def _full_like_fake(grad: Tensor, param: str) -> Tensor:
@@ -146,8 +156,10 @@ for _name, _eager, _fake in (
     ("release", _release, _release_fake),
     ("release_saved", _release_saved, _release_fake),
 ):
-    _library.impl(_name, _eager, "CPU")
-    _library.impl(_name, _eager, "CUDA")
+    # Dynamo must not trace what runs when nothing is compiled.
+    _kernel = torch.compiler.disable(_eager)
+    _library.impl(_name, _kernel, "CPU")
+    _library.impl(_name, _kernel, "CUDA")
     torch.library.register_fake(f"fxzero::{_name}", _fake, lib=_library)
 
 

@@ -35,6 +35,15 @@ class GradSync(StrEnum):
 
 
 @dataclass
+class KeptGradient:
+    """A full gradient that `no_sync` keeps on this rank."""
+
+    grad: torch.Tensor
+    backward: int
+    """The backward that added to it last: see `fxzero._compat.backward_number`."""
+
+
+@dataclass
 class Traffic:
     """Collectives that ran, and bytes of the full tensors that they moved."""
 
@@ -59,7 +68,7 @@ class ModelState:
     number: int
     sync: str = GradSync.REDUCE.value
     """A `GradSync` value. A plain string, so that Dynamo guards on it."""
-    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    kept: dict[str, KeptGradient] = field(default_factory=dict)
     """Full gradients kept back by `no_sync`, by parameter key."""
     traffic: Traffic = field(default_factory=Traffic)
     """What compiled graphs of this model have communicated so far."""
@@ -151,17 +160,17 @@ def layer_of(module_path: str) -> str:
     return parts[0] if parts else ""
 
 
-_ignored = WeakIdKeyDictionary()
+_known = WeakIdKeyDictionary()
 
 
-def ignore(parameter: torch.nn.Parameter) -> None:
-    """Remember a parameter that `shard` was told to leave alone."""
-    _ignored[parameter] = True
+def remember(parameter: torch.nn.Parameter) -> None:
+    """Note that `shard` has seen a parameter, be it to shard it or to ignore it."""
+    _known[parameter] = True
 
 
-def is_ignored(parameter: torch.nn.Parameter) -> bool:
-    """Whether `shard` was told to leave a parameter alone."""
-    return parameter in _ignored
+def is_known(parameter: torch.nn.Parameter) -> bool:
+    """Whether `shard` has seen a parameter. One that it has not is stage 0."""
+    return parameter in _known
 
 
 _specs: weakref.WeakValueDictionary[str, ParamSpec] = weakref.WeakValueDictionary()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -9,6 +10,9 @@ import torch.distributed as dist
 
 from fxzero._compat import default_store
 from fxzero.errors import ShardingError
+
+_models = itertools.count()
+"""Models are met in the same order on all ranks; equal names in two of them may differ."""
 
 
 def fingerprint(parameter: torch.Tensor) -> str:
@@ -27,14 +31,15 @@ def check_equal(parameters: Mapping[str, torch.Tensor]) -> None:
         ShardingError: a rank's values differ: the replicas would drift apart silently.
     """
     store = default_store()
-    if store is None:
+    if store is None or not parameters:
         return
+    model = next(_models)
     rank = dist.get_rank()
     for name, parameter in parameters.items():
         if type(parameter.data) is not torch.Tensor:
             continue  # fake tensors have no values
         mine = f"{fingerprint(parameter)} rank {rank}"
-        first = store.compare_set(f"fxzero/replicas/{name}", "", mine).decode()
+        first = store.compare_set(f"fxzero/replicas/{model}/{name}", "", mine).decode()
         if first.rpartition(" rank ")[0] != mine.rpartition(" rank ")[0]:
             raise ShardingError(
                 f"parameter {name} differs between rank {rank} and rank "

@@ -33,9 +33,9 @@ from fxzero.params import (
     ParamSpec,
     Traffic,
     grad_sync,
-    ignore,
     next_model_number,
     register,
+    remember,
 )
 
 _KEYS = "_fxzero_keys"
@@ -269,7 +269,7 @@ def _shard_modules(
         keys: dict[str, str] = {}
         for name, original in originals.items():
             if id(original) in ignored_ids:
-                ignore(original)
+                remember(original)
                 continue
             if id(original) not in done:
                 full = module._parameters[name]
@@ -278,6 +278,7 @@ def _shard_modules(
                 parameter = _split(full, spec, mesh, device)
                 spec = register(dataclasses.replace(spec, parameter=weakref.ref(parameter)))
                 specs[spec.name] = spec
+                remember(parameter)
                 done[id(original)] = (parameter, spec)
             parameter, spec = done[id(original)]
             module._parameters[name] = parameter
