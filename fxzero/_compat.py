@@ -127,6 +127,20 @@ def is_script_object(value: Any) -> bool:
     return type(value).__name__ == "FakeScriptObject" or isinstance(value, torch.ScriptObject)
 
 
+def is_fake(value: Any) -> bool:
+    """Whether a value is a tensor without values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)
+
+
+def fake_tensors() -> Any:
+    """A context in which tensors are made without values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
 def is_symbolic(value: Any) -> bool:
     """Whether a value is a symbolic number."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
@@ -245,8 +259,10 @@ def inductor_compile(module: fx.GraphModule, inputs: list[Any]) -> Callable[[lis
     """
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.replace_random import replace_random_passes
+    from torch._inductor.virtualized import V
 
-    replace_random_passes(module)
+    with V.set_fake_mode(fake_mode_of(module.graph)):
+        replace_random_passes(module)
     output = next(iter(reversed(module.graph.nodes)))
     outputs = output.args[0]
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))

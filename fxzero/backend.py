@@ -276,10 +276,6 @@ def _qualified_name(node: fx.Node) -> str:
 
 
 def _identity(graph: StepGraph) -> str:
-    """What ranks call the same graph: its parameters, its outputs, how gradients sync."""
-    import hashlib
-
-    words = sorted(graph.specs)
-    words += [str(len(graph.output_values)), str(len(graph.gradients))]
-    words += sorted({s.state.sync for s in graph.specs.values()})
-    return hashlib.sha256("|".join(words).encode()).hexdigest()[:16]
+    """What ranks call the model that a graph belongs to: models are sharded in one order."""
+    numbers = sorted({spec.state.number for spec in graph.specs.values()})
+    return "-".join(str(number) for number in numbers)

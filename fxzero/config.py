@@ -108,6 +108,6 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         raise ConfigError(f"{where}={value!r} must be true or false")
     if hint is int and (isinstance(value, bool) or not isinstance(value, int)):
         raise ConfigError(f"{where}={value!r} must be a whole number")
-    if hint is float and not isinstance(value, (int, float)):
+    if hint is float and (isinstance(value, bool) or not isinstance(value, (int, float))):
         raise ConfigError(f"{where}={value!r} must be a number")
     return value

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
@@ -86,7 +87,7 @@ def shard(
     _shard_modules(model, mesh, make_spec, specs, ignored_ids)
     setattr(model, _SPECS, specs)  # keeps the specs alive as long as the model
     if param_dtype is not None:
-        model.register_forward_pre_hook(_cast_inputs(param_dtype), with_kwargs=True)
+        _cast_inputs(model, param_dtype)
     if mesh is not None:
         return_free_memory()
     return model
@@ -383,22 +384,32 @@ def _mark(module: nn.Module, keys: dict[str, str], state: ModelState) -> None:
         members: dict[str, Any] = {name: _reader(name) for name in keys}
         if isinstance(module, nn.RNNBase):
             members["_flat_weights"] = _flat_weights()
-        members["__module__"] = base.__module__
-        members["__qualname__"] = base.__qualname__
-        members["__doc__"] = base.__doc__
-        _classes[identity] = type(base.__name__, (base,), members)
+        _classes[identity] = _subclass(base, members)
     module.__class__ = _classes[identity]
 
 
-def _cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
-    """A hook that casts the floating-point inputs of the model."""
+def _cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let the model's forward cast its floating-point inputs.
+
+    In a class of its own rather than a hook: Dynamo compiles a hook of the outermost
+    module as a graph of its own.
+    """
+    base = type(model)
 
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value.to(dtype)
         return value
 
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return torch.utils._pytree.tree_map(cast, (args, kwargs))
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = torch.utils._pytree.tree_map(cast, (args, kwargs))
+        return base.forward(self, *args, **kwargs)
 
-    return hook
+    model.__class__ = _subclass(base, {"forward": forward})
+
+
+def _subclass(base: type, members: dict[str, Any]) -> type:
+    """A class that differs from its base in some members and in nothing that shows."""
+    names = {n: getattr(base, n) for n in ("__module__", "__qualname__", "__doc__")}
+    return type(base.__name__, (base,), {**names, **members})

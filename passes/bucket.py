@@ -77,7 +77,7 @@ def _fuse(graph: StepGraph, transfers: list[Transfer], stamp: object, *, first: 
             for node in transfer.prepare:
                 anchor.prepend(node)
     sent = [node for t in transfers for node in t.tensors]
-    with graph.graph.inserting_before(anchor):
+    with graph.graph.inserting_before(anchor), graph.made_for(anchor):
         launch = graph.call(
             anchor.target,  # type: ignore[arg-type]
             (sent, *anchor.args[1:]),

@@ -35,8 +35,13 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def is_own(node: fx.Node) -> bool:
-    """Whether nobody but the collective reads a node's memory."""
-    return len(node.users) == 1 and view_base(node) is None and node.op == "call_function"
+    """Whether nobody but the collective reads a node's memory, through views or directly."""
+    while len(node.users) == 1 and node.op == "call_function":
+        base = view_base(node)
+        if base is None:
+            return True
+        node = base
+    return False
 
 
 def one_gather(sent: fx.Node, size: int, group: str) -> tuple[Call, Call]:
@@ -77,9 +82,9 @@ def split(graph: StepGraph, transfer: Transfer) -> None:
     for sent, part, wait in zip(transfer.tensors, transfer.parts, transfer.waits, strict=True):
         launch_call, wait_call = choose(sent, *transfer.launch.args[1:])
         value = wait.meta["val"]
-        with graph.graph.inserting_before(transfer.launch):
+        with graph.graph.inserting_before(transfer.launch), graph.made_for(wait):
             launch = _call(graph, launch_call, own, transfer.launch.name, value)
-        with graph.graph.inserting_before(wait):
+        with graph.graph.inserting_before(wait), graph.made_for(wait):
             function, arguments = wait_call
             joined = _call(
                 graph,

@@ -10,12 +10,14 @@ Random operators are never repeated: their results are saved.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx
 
 from fxzero._compat import checkpoint_tag
+from fxzero.errors import ConfigError
 from fxzero.graph import Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import is_cheap, is_pure, num_bytes
@@ -31,6 +33,13 @@ def is_saved(node: fx.Node) -> bool:
         and stamp_of(node).phase is Phase.FORWARD
         and any(stamp_of(user).phase is Phase.BACKWARD for user in node.users)
     )
+
+
+def asked_to_repeat(node: fx.Node) -> bool:
+    """Whether `torch.utils.checkpoint` wants a node repeated, and it may be."""
+    if node.target is operator.getitem:  # a part is repeated with what it is a part of
+        return asked_to_repeat(node.all_input_nodes[0])
+    return checkpoint_tag(node) == "recompute" and is_pure(node)
 
 
 def cheap_expression(node: fx.Node, max_nodes: int) -> list[fx.Node] | None:
@@ -96,6 +105,10 @@ class Recompute(Pass):
     """Most cheap operators to repeat for one saved activation; 0 repeats only what
     `torch.utils.checkpoint` asked for."""
 
+    def __post_init__(self) -> None:
+        if self.max_nodes < 0:
+            raise ConfigError(f"recompute.max_nodes={self.max_nodes} must be 0 or more")
+
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
         made: dict[fx.Node, fx.Node] = {}
@@ -106,7 +119,7 @@ class Recompute(Pass):
         for node in reversed(list(graph.nodes(phase=Phase.FORWARD, role=Role.COMPUTE))):
             if not is_saved(node) or node in outputs:
                 continue
-            if checkpoint_tag(node) == "recompute" and is_pure(node):
+            if asked_to_repeat(node):
                 chosen: list[fx.Node] | None = [node]
                 asked += 1
             elif is_view(node):

@@ -145,7 +145,7 @@ def place(
     last = max((g for g in grads if g.op != "placeholder"), default=None)
     anchor = last if last is not None else next(iter(graph.nodes(phase=Phase.BACKWARD)))
     following = anchor.next
-    with graph.graph.inserting_before(following):
+    with graph.graph.inserting_before(following), graph.made_for(markers[0] if markers else anchor):
         compute = Stamp(
             Phase.BACKWARD, layer=stamp_of(anchor).layer, params=(spec.key,), made_by="shard_grads"
         )

@@ -40,7 +40,8 @@ def shard_source(node: fx.Node) -> fx.Node:
 def _cast(graph: StepGraph, source: fx.Node, spec: ParamSpec, stamp: Stamp) -> fx.Node:
     if spec.compute_dtype == spec.dtype:
         return source
-    return graph.call(_aten._to_copy.default, (source,), {"dtype": spec.compute_dtype}, stamp=stamp)
+    dtype = {"dtype": spec.compute_dtype}
+    return graph.call(_aten._to_copy.default, (source,), dtype, stamp=stamp)
 
 
 def gather(graph: StepGraph, source: fx.Node, spec: ParamSpec, stamp: Stamp) -> fx.Node:
@@ -200,7 +201,7 @@ def place(graph: StepGraph, spec: ParamSpec, marker: fx.Node) -> int:
             params=(spec.key,),
             made_by="shard_params",
         )
-        with graph.graph.inserting_before(needed):
+        with graph.graph.inserting_before(needed), graph.made_for(marker):
             full = gather(graph, source, spec, stamp)
             if phase is Phase.BACKWARD:
                 read_again_in_backward(graph, marker, full)

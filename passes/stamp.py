@@ -67,10 +67,10 @@ def layers(graph: fx.Graph) -> dict[fx.Node, str]:
         sequence = node.meta.get("seq_nr")
         if path is not None:
             last = layer_of(path)
-            if sequence is not None:
-                by_sequence.setdefault(sequence, last)
         elif sequence in by_sequence:
             last = by_sequence[sequence]
+        if sequence is not None:
+            by_sequence.setdefault(sequence, last)
         found[node] = last
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ class StepGraph:
         self.gradients = dict(gradients or {})
         self.fake_mode = fake_mode_of(module.graph)
         self._values: dict[object, Any] = {}
+        self._origin: fx.Node | None = None
 
     @property
     def graph(self) -> fx.Graph:
@@ -126,23 +128,30 @@ class StepGraph:
         kwargs: dict[str, Any] | None = None,
         *,
         stamp: Stamp,
-        like: fx.Node | None = None,
         name: str | None = None,
         value: Any = None,
     ) -> fx.Node:
         """Make a node at the graph's insertion point, with stamp, ``val`` and provenance.
 
         Args:
-            like: the node whose stack trace and module stack the new one inherits.
             value: its fake value, for targets that cannot run on fake tensors.
         """
         node = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
         set_stamp(node, stamp)
         for key in ("stack_trace", "nn_module_stack"):
-            if like is not None and key in like.meta:
-                node.meta[key] = like.meta[key]
+            if self._origin is not None and key in self._origin.meta:
+                node.meta[key] = self._origin.meta[key]
         node.meta["val"] = self._value(target, args, kwargs or {}) if value is None else value
         return node
+
+    @contextlib.contextmanager
+    def made_for(self, node: fx.Node) -> Iterator[None]:
+        """Let nodes made inside point to the user's line that `node` came from."""
+        before, self._origin = self._origin, node
+        try:
+            yield
+        finally:
+            self._origin = before
 
     def _value(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The fake value of a call: run on fake tensors, once for equal arguments."""

@@ -68,6 +68,7 @@ def _fail(graph: StepGraph, node: fx.Node, after: str, rule: str, advice: str) -
 def _source_line(node: fx.Node) -> str:
     """The innermost line of the user's code that made a node."""
     trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    trace = [line for line in trace if line.strip("^~ ")]  # Python 3.11 underlines
     return " ".join(trace[-2:])
 
 
@@ -245,11 +246,12 @@ def check_ranks(graph: StepGraph, identity: str, rank: int) -> None:
     """Compare this rank's collectives with the first rank that compiled the same graph.
 
     Nothing is waited for: the first to arrive posts its digest in the process group's
-    store, later ones compare. A graph that is compiled again with equal collectives (a
-    new batch size on one rank) compares equal to its first version.
+    store, later ones compare. A model's graphs are numbered in the order in which new
+    sequences of collectives appear, so that a graph which one rank alone compiles again
+    (for another batch size, say) counts once.
 
     Args:
-        identity: what the ranks agree to call this graph.
+        identity: what the ranks agree to call the model.
 
     Raises:
         VerificationError: the sequences differ; going on would hang in a collective.

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fxzero import _compat, backend
 from fxzero.errors import CaptureError, ConfigError
+from fxzero.runtime.regions import fresh_cache
 from fxzero.sharding import shard
 
 
@@ -95,13 +96,11 @@ def capture(
         CaptureError: what `build` returned cannot be called.
         ConfigError: see `fake_ranks`.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     settings: dict[str, Any] = {"lower_regions": {"backend": "eager"}, **(options or {})}
     torch._dynamo.reset()
     with fake_ranks(world_size, rank):
         mesh = init_device_mesh("cpu", (world_size,))
-        with FakeTensorMode(), _observed() as compilations:
+        with _compat.fake_tensors(), fresh_cache(), _observed() as compilations:
             model, batch = _model_and_batch(build(), batch_size)
             num_parameters = sum(p.numel() for p in model.parameters())
             shard(model, zero, mesh=mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)

@@ -71,7 +71,7 @@ def join_exchange(flight: InFlight, size: int) -> Tensor:
         size: ranks in the group; the received tensor has `size` times this rank's rows.
     """
     received = join(flight)
-    mean = received.view(size, -1, *received.shape[1:]).mean(0)
+    mean = received.unflatten(0, (size, received.shape[0] // size)).mean(0)
     free_storage(received)
     if flight.source is not None:
         free_storage(flight.source)

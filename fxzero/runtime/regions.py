@@ -7,8 +7,8 @@ layers therefore cost one compilation, in one graph and across graphs.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from fxzero._compat import fresh_tracing_context, inductor_compile, is_symbolic
+from fxzero._compat import fresh_tracing_context, inductor_compile, is_fake, is_symbolic
 from fxzero.graph.aliases import view_base
 
 
@@ -33,6 +33,8 @@ class Structure:
     run: Callable[[list[Any]], Sequence[Any]]
     roots: tuple[int, ...]
     """Per output, who owns its memory: an input ``-1 - i``, or a number of its own."""
+    values: tuple[Any, ...] = ()
+    """Fake outputs, for a call on fake tensors."""
     keep: Any = None
     """What the key's identities belong to, so that they stay unique."""
     copied: frozenset[int] | None = None
@@ -47,6 +49,9 @@ class Structure:
         return outputs
 
     def _first_call(self, inputs: list[Any]) -> Sequence[Any]:
+        if (fake := next(filter(is_fake, inputs), None)) is not None:
+            with fake.fake_mode:
+                return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for v in self.values]
         owners = {_address(value): -1 - i for i, value in enumerate(inputs) if _has_memory(value)}
         outputs = self.run(inputs)
         copied = set()
@@ -99,16 +104,28 @@ class RegionCache:
         found = self.structures.get(key)
         if found is None:
             inputs = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
+            output_nodes = next(iter(reversed(module.graph.nodes))).args[0]
             roots = output_roots(module.graph)
             with fresh_tracing_context(fake_mode):
                 run = inductor_compile(module, inputs)
-            found = Structure(run, roots, keep=shape_env if symbolic else None)
+            values = tuple(n.meta["val"] for n in output_nodes)
+            found = Structure(run, roots, values, keep=shape_env if symbolic else None)
             self.structures[key] = found
             self.compilations += 1
         return found
 
 
 CACHE = RegionCache()
+
+
+@contextlib.contextmanager
+def fresh_cache() -> Iterator[None]:
+    """Forget, inside, what was compiled before, and afterwards what was compiled inside."""
+    before, CACHE.structures = CACHE.structures, {}
+    try:
+        yield
+    finally:
+        CACHE.structures = before
 
 
 def _describe(value: Any) -> tuple[object, bool]:
@@ -171,8 +188,3 @@ def output_roots(graph: fx.Graph) -> tuple[int, ...]:
     outputs = next(iter(reversed(graph.nodes))).args[0]
     assert isinstance(outputs, (list, tuple))
     return tuple(roots[n] for n in outputs if isinstance(n, fx.Node))
-
-
-def is_part(node: fx.Node) -> bool:
-    """Whether a node picks one result of another."""
-    return node.target is operator.getitem

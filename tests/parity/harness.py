@@ -53,8 +53,6 @@ _WORKER_ENV = {
     "OMP_NUM_THREADS": "1",
     # Inductor's own pool of compile processes would outnumber the cores.
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    # Tens of seconds per cache directory, which is new in each session.
-    "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
 }
 
 

@@ -475,7 +475,7 @@ def run_steps(
 @on_two_ranks
 @first_and_last_stage
 @pytest.mark.parametrize(
-    ("example", "mode"), [("gpt", "no_grad"), ("gpt", "inference_mode"), ("convnet", "no_grad")]
+    ("example", "mode"), [("mlp", "no_grad"), ("mlp", "inference_mode"), ("convnet", "no_grad")]
 )
 def test_inference(ranks: Pools, world: int, example: str, mode: str, zero: int) -> None:
     """Evaluation between training steps, and training after it."""
@@ -501,7 +501,7 @@ def evaluate_between_steps(name: str, mode: str, zero: int) -> None:
 
 
 @on_two_ranks
-@all_stages
+@pytest.mark.parametrize("zero", [1, 3])
 def test_batch_sizes_that_change(ranks: Pools, world: int, zero: int) -> None:
     """4, 6, then 2 rows per rank: Dynamo makes the batch dimension symbolic."""
     ranks(world).run(train_on_sizes, zero, (4, 6, 2))

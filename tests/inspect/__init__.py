@@ -1,0 +1,1 @@
+"""Graph tests: no processes, no memory."""

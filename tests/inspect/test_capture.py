@@ -1,0 +1,107 @@
+"""Any number of ranks in one process, without memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fxzero import CaptureError, ConfigError
+from fxzero.inspect import capture
+from fxzero.inspect.capture import fake_ranks, loss_of
+from tests.tracing import Chain, chain
+
+
+def test_a_huge_world_needs_no_memory() -> None:
+    """A terabyte of parameters: a real one would not fit."""
+
+    class Huge(Chain):
+        def example_inputs(self, batch_size: int) -> tuple[Tensor]:
+            return (torch.randn(batch_size, 1 << 18),)
+
+    captured = capture(lambda: Huge(4, width=1 << 18), zero=3, world_size=1024, batch_size=3)
+    assert captured.num_parameters == 4 << 36
+    (compilation,) = captured.compilations
+    assert compilation.joint is not None
+    assert [len(s.transfers()) for s in compilation.sides] == [4, 3 + 4]
+    names = {r.name for r in compilation.records}
+    assert names == {
+        "stamp",
+        "recompute",
+        "shard_params",
+        "shard_grads",
+        "bucket",
+        "prefetch",
+        "lower_transfers",
+        "release_saved",
+        "lower_regions",
+    }
+
+
+def test_inference() -> None:
+    """A forward alone has no reduces."""
+    captured = capture(chain(2), zero=3, world_size=8, training=False)
+    (compilation,) = captured.compilations
+    assert compilation.joint is not None
+    assert {t.stamp.lane.value for t in compilation.joint.transfers()} == {"gather"}
+
+
+def test_nothing_is_left_behind() -> None:
+    """Neither a process group nor an observer, also after an error."""
+    from fxzero import backend
+
+    with pytest.raises(ConfigError, match="has no setting 'nope'"):
+        capture(chain(1), zero=3, world_size=8, options={"nope": 1})
+    assert not dist.is_initialized()
+    assert backend.observers == []
+
+
+def test_inside_a_process_group_it_refuses() -> None:
+    """It would have to replace it."""
+    message = "this one has joined one of 4 ranks"
+    with fake_ranks(4), pytest.raises(ConfigError, match=message):
+        capture(chain(1), zero=3, world_size=8)
+
+
+@pytest.mark.parametrize("rank", [-1, 8])
+def test_the_rank_must_be_in_the_world(rank: int) -> None:
+    """There are eight, from 0."""
+    with pytest.raises(ConfigError, match=f"rank {rank} is not in a world of 8 ranks"):
+        capture(chain(1), zero=3, world_size=8, rank=rank)
+
+
+@pytest.mark.parametrize(
+    ("built", "message"),
+    [
+        (lambda: nn.Linear(2, 2), "Linear has no example_inputs"),
+        (lambda: 3, "the factory returned int; it must return a module, or"),
+        (lambda: (nn.Linear(2, 2),), "the factory returned tuple"),
+    ],
+)
+def test_what_cannot_be_called(built: object, message: str) -> None:
+    """What the factory returned, and what it should."""
+    with pytest.raises(CaptureError, match=message):
+        capture(built, zero=3, world_size=8)  # type: ignore[arg-type]
+
+
+def test_losses() -> None:
+    """A scalar, a mapping, an object, a tuple; anything else has none."""
+
+    class Output:
+        loss = torch.tensor(3.0)
+
+    scalar = torch.tensor(3.0)
+    for output in (scalar, {"loss": scalar}, {"logits": torch.ones(3)}, Output(), (scalar, 1)):
+        assert loss_of(output).item() == 3
+    with pytest.raises(CaptureError, match="the model returned str: no tensor"):
+        loss_of("nothing")
+
+
+@pytest.mark.slow
+def test_regions_are_compiled_if_asked_for() -> None:
+    """To see how many there are: a compiled region must then not run, for values are fake."""
+    options = {"lower_regions": {"backend": "inductor"}}
+    (compilation,) = capture(chain(2), zero=3, world_size=8, options=options).compilations
+    notes = [r.notes for r in compilation.records if r.name == "lower_regions"]
+    assert [bool(n["regions"]) for n in notes] == [True, True]

@@ -1,0 +1,201 @@
+# ruff: noqa: E501
+"""What backward repeats instead of reading it from forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fxzero.graph import Phase, StepGraph
+from fxzero.graph.operators import is_random
+from fxzero.graph.stamps import stamp_of
+from fxzero.passes import Recompute
+from tests.tracing import find, of, record_of, scheduled, sides, texts, words
+
+_aten = torch.ops.aten
+
+
+class Gelu(nn.Module):
+    """Backward wants gelu(x) for the weight's gradient, and x for gelu's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8, bias=False)
+        self.down = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 8) → scalar."""
+        return self.down(F.gelu(self.up(x))).sum()
+
+
+class Checkpointed(nn.Module):
+    """The same, with everything between input and output to be repeated, dropout included."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.inner = Gelu()
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 8) → scalar."""
+        return checkpoint(self.block, x, use_reentrant=False).sum()
+
+    def block(self, x: Tensor) -> Tensor:
+        """What is checkpointed."""
+        x = F.dropout(x.sin(), self.dropout) if self.dropout else x.sin()
+        return self.inner(x) * x.exp()
+
+
+gelu = of(Gelu, 4, 8)
+checkpointed = of(Checkpointed, 4, 8)
+with_dropout = of(lambda: Checkpointed(0.5), 4, 8)
+
+
+def repeated(graph: StepGraph) -> dict[str, str]:
+    """Repeated nodes, and what they repeat."""
+    return {n.name: stamp_of(n).again for n in graph.nodes() if stamp_of(n).again}
+
+
+@texts
+def test_before_and_after() -> None:
+    """gelu is repeated; its input, a matrix product, is saved."""
+    record = record_of(gelu, "recompute", zero=0)
+    assert_expected_inline(
+        words(record.before),
+        """\
+primals_1: f32[8, 8] = input
+primals_2: f32[4, 8] = input
+primals_3: f32[8, 8] = input
+tangents_1: f32[] = input
+unshard: f32[8, 8] = fxzero.unshard(primals_1, N/up.weight, reduce)  # forward compute unshard up
+t: f32[8, 8] = aten.t(unshard)  # forward compute compute up
+mm: f32[4, 8] = aten.mm(primals_2, t)  # forward compute compute up
+gelu: f32[4, 8] = aten.gelu(mm)  # forward compute compute up
+unshard_1: f32[8, 8] = fxzero.unshard(primals_3, N/down.weight, reduce)  # forward compute unshard down
+t_1: f32[8, 8] = aten.t(unshard_1)  # forward compute compute down
+mm_1: f32[4, 8] = aten.mm(gelu, t_1)  # forward compute compute down
+sum_1: f32[] = aten.sum(mm_1)  # forward compute compute down
+expand: f32[4, 8] = aten.expand(tangents_1, [4, 8])  # backward compute compute down
+t_2: f32[8, 4] = aten.t(expand)  # backward compute compute down
+mm_2: f32[8, 8] = aten.mm(t_2, gelu)  # backward compute compute down
+t_3: f32[8, 8] = aten.t(mm_2)  # backward compute compute down
+t_4: f32[8, 8] = aten.t(t_1)  # backward compute compute down
+mm_3: f32[4, 8] = aten.mm(expand, t_4)  # backward compute compute down
+t_5: f32[8, 8] = aten.t(t_3)  # backward compute compute down
+reshard_grad: f32[8, 8] = fxzero.reshard_grad(t_5, N/down.weight, reduce)  # backward compute reshard down
+gelu_backward: f32[4, 8] = aten.gelu_backward(mm_3, mm)  # backward compute compute up
+t_6: f32[8, 4] = aten.t(gelu_backward)  # backward compute compute up
+mm_4: f32[8, 8] = aten.mm(t_6, primals_2)  # backward compute compute up
+t_7: f32[8, 8] = aten.t(mm_4)  # backward compute compute up
+t_8: f32[8, 8] = aten.t(t)  # backward compute compute up
+mm_5: f32[4, 8] = aten.mm(gelu_backward, t_8)  # backward compute compute up
+t_9: f32[8, 8] = aten.t(t_7)  # backward compute compute up
+reshard_grad_1: f32[8, 8] = fxzero.reshard_grad(t_9, N/up.weight, reduce)  # backward compute reshard up
+return [sum_1, reshard_grad_1, mm_5, reshard_grad]""",
+    )
+    assert_expected_inline(
+        words(record.diff()),
+        """\
+--- before recompute
++++ after recompute
+@@ -13,7 +13,9 @@
+ expand: f32[4, 8] = aten.expand(tangents_1, [4, 8])  # backward compute compute down
+ t_2: f32[8, 4] = aten.t(expand)  # backward compute compute down
+-mm_2: f32[8, 8] = aten.mm(t_2, gelu)  # backward compute compute down
++gelu_1: f32[4, 8] = aten.gelu(mm)  # backward compute compute up
++mm_2: f32[8, 8] = aten.mm(t_2, gelu_1)  # backward compute compute down
+ t_3: f32[8, 8] = aten.t(mm_2)  # backward compute compute down
+-t_4: f32[8, 8] = aten.t(t_1)  # backward compute compute down
++t_10: f32[8, 8] = aten.t(unshard_1)  # backward compute compute down
++t_4: f32[8, 8] = aten.t(t_10)  # backward compute compute down
+ mm_3: f32[4, 8] = aten.mm(expand, t_4)  # backward compute compute down
+ t_5: f32[8, 8] = aten.t(t_3)  # backward compute compute down
+@@ -23,5 +25,6 @@
+ mm_4: f32[8, 8] = aten.mm(t_6, primals_2)  # backward compute compute up
+ t_7: f32[8, 8] = aten.t(mm_4)  # backward compute compute up
+-t_8: f32[8, 8] = aten.t(t)  # backward compute compute up
++t_11: f32[8, 8] = aten.t(unshard)  # backward compute compute up
++t_8: f32[8, 8] = aten.t(t_11)  # backward compute compute up
+ mm_5: f32[4, 8] = aten.mm(gelu_backward, t_8)  # backward compute compute up
+ t_9: f32[8, 8] = aten.t(t_7)  # backward compute compute up""",
+    )
+
+
+def test_nothing_crosses_that_is_cheap() -> None:
+    """Forward saves the product and not its gelu."""
+    crossing = {n.target for n in sides(gelu, zero=0).saved if n.op == "call_function"}
+    assert _aten.mm.default in crossing
+    assert _aten.gelu.default not in crossing
+    kept = sides(gelu, Recompute(max_nodes=0), zero=0).saved
+    assert _aten.gelu.default in {n.target for n in kept}
+
+
+@pytest.mark.parametrize("max_nodes", [0, 16])
+def test_checkpoint_is_obeyed(max_nodes: int) -> None:
+    """Everything inside is repeated, matrix products too, and nothing of it is saved."""
+    cut = sides(checkpointed, Recompute(max_nodes), zero=0)
+    assert {n.op for n in cut.saved} == {"placeholder"}
+    assert len(find(cut.forward, _aten.mm.default)) == 2
+    again = [n for n in find(cut.backward, _aten.mm.default) if stamp_of(n).again]
+    # The second product is not needed: the graph reads its inputs only, but exp multiplies it.
+    assert [stamp_of(n).again for n in again] == ["mm", "mm_1"]
+
+
+def test_random_nodes_are_saved() -> None:
+    """The dropout mask of a checkpointed block crosses; drawing it again would be another."""
+    graph = scheduled(with_dropout, "recompute", zero=0)
+    random = [n for n in graph.nodes() if is_random(n)]
+    assert random
+    assert all(stamp_of(n).phase is Phase.FORWARD for n in random)
+    assert repeated(graph)
+    saved = sides(with_dropout, zero=0).saved
+    assert any(is_random(n) or any(is_random(s) for s in n.all_input_nodes) for n in saved)
+
+
+def test_a_copy_reads_copies() -> None:
+    """A repeated node reads repeated nodes, so forward keeps none of the chain alive."""
+    graph = scheduled(checkpointed, "recompute", zero=0)
+    copies = repeated(graph)
+    originals = set(copies.values())
+    for node in graph.nodes(phase=Phase.BACKWARD):
+        assert originals.isdisjoint(source.name for source in node.all_input_nodes)
+
+
+def test_notes() -> None:
+    """What was repeated for whom, in numbers."""
+    notes: Any = record_of(checkpointed, "recompute", Recompute(max_nodes=0), zero=0).notes
+    assert notes["for_checkpoint"] >= 4
+    assert notes["repeated"] >= notes["for_checkpoint"]
+    assert notes["unsaved_bytes"] > 0
+    nothing: Any = record_of(gelu, "recompute", Recompute(max_nodes=0), zero=0).notes
+    assert nothing["for_checkpoint"] == 0
+
+
+class Attention(nn.Module):
+    """Checkpointed attention: an operator that torch tags as random, and that returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, H, T, 8) → scalar."""
+        return checkpoint(self.block, x, use_reentrant=False).sum()
+
+    def block(self, x: Tensor) -> Tensor:
+        """What is checkpointed."""
+        x = self.layer(x)
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_checkpointed_attention_can_be_cut() -> None:
+    """What is not repeated is saved part by part: a list cannot cross."""
+    saved = sides(of(Attention, 2, 2, 4, 8), zero=0).saved
+    assert saved
+    assert all(isinstance(n.meta["val"], Tensor) for n in saved)

@@ -1,0 +1,214 @@
+"""Run the graphs of all ranks in one process, node by node in lockstep.
+
+Collectives compute what they mean, on the list of all ranks' values, and are stricter
+than any real backend: the result of a launch is NaN until its wait, a released tensor is
+NaN from then on. A schedule that reads too early or too late gives other numbers.
+
+Markers mean what their documentation says, so a graph can be run before and after any pass.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxzero.graph import StepGraph
+from fxzero.params import ParamSpec
+from fxzero.runtime import collectives
+
+_c10d = torch.ops._c10d_functional
+_fxzero = torch.ops.fxzero
+
+_ONE_BY_ONE = {
+    collectives.gather,
+    collectives.exchange,
+    collectives.all_reduce,
+    collectives.join,
+    collectives.join_sum,
+    collectives.join_exchange,
+}
+
+Values = list[Any]
+"""One value per rank."""
+
+
+def run(graphs: Sequence[StepGraph], inputs: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """What each rank's graph returns; `inputs` by rank, in the order of the placeholders."""
+    return Lockstep(graphs).run(inputs)
+
+
+def random_inputs(graphs: Sequence[StepGraph], seed: int = 0) -> list[list[Any]]:
+    """Small whole numbers: shards of the same parameters, and data of each rank's own.
+
+    Sums and products of small whole numbers are exact in float64, in any order.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    fulls: dict[str, Tensor] = {}
+    inputs: list[list[Any]] = []
+    for graph in graphs:
+        values: list[Any] = []
+        for node in graph.graph.find_nodes(op="placeholder"):
+            fake = node.meta["val"]
+            if not isinstance(fake, Tensor):
+                values.append(None)  # a mesh
+                continue
+            key = graph.inputs.get(node)
+            if key is None:
+                values.append(_integers(fake.shape, fake.dtype, generator))
+                continue
+            spec = graph.specs[key]
+            if spec.name not in fulls:
+                fulls[spec.name] = _integers(spec.shape, spec.dtype, generator)
+            full = fulls[spec.name]
+            values.append(full.clone() if spec.shard_group is None else full[spec.local_rows])
+        inputs.append(values)
+    return inputs
+
+
+def _integers(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    return torch.randint(-2, 3, tuple(shape), generator=generator).to(dtype)
+
+
+@dataclass
+class Lockstep:
+    """One graph per rank of a one-axis world; equal but for the sizes of shards."""
+
+    graphs: Sequence[StepGraph]
+    pending: dict[int, Tensor] = field(default_factory=dict)
+    """What a wait will find, by the address of the launch's buffer."""
+    owned: dict[int, Tensor | None] = field(default_factory=dict)
+    """What was sent and ends at the wait."""
+
+    def run(self, inputs: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+        """Run all nodes and return what each rank returns."""
+        environment: list[dict[fx.Node, Any]] = [{} for _ in self.graphs]
+        feeds = [iter(values) for values in inputs]
+        for nodes in zip(*(g.graph.nodes for g in self.graphs), strict=True):
+            assert len({(n.op, n.target) for n in nodes}) == 1, [n.format_node() for n in nodes]
+            if nodes[0].op == "placeholder":
+                values = [_own(next(feed)) for feed in feeds]
+            else:
+                arguments = [
+                    fx.map_arg((n.args, n.kwargs), env.__getitem__)
+                    for n, env in zip(nodes, environment, strict=True)
+                ]
+                if nodes[0].op == "output":
+                    assert not self.pending, "a collective was never waited for"
+                    return [tuple(args[0]) for args, _ in arguments]
+                values = self.call(nodes[0].target, arguments)
+            for env, node, value in zip(environment, nodes, values, strict=True):
+                env[node] = value
+        raise AssertionError("the graph has no output")
+
+    def call(self, target: Any, arguments: Sequence[tuple[Any, Any]]) -> Values:
+        """One node on all ranks."""
+        sent = [args[0] for args, _ in arguments]
+        if "reduce" in str(target) and isinstance(target, torch._ops.OpOverload):
+            assert arguments[0][0][1] == "avg", "gradients are averaged over the ranks"
+        if target is _fxzero.unshard.default:
+            spec = [g.specs[args[1]] for g, (args, _) in zip(self.graphs, arguments, strict=True)]
+            return self.unshard(sent, spec)
+        if target is _fxzero.reshard_grad.default:
+            spec = [g.specs[args[1]] for g, (args, _) in zip(self.graphs, arguments, strict=True)]
+            return self.reshard(sent, spec)
+        if target is _c10d.all_gather_into_tensor_coalesced.default:
+            return self.launch(sent, lambda parts: [torch.cat(parts)] * len(parts))
+        if target is _c10d.reduce_scatter_tensor_coalesced.default:
+            return self.launch(sent, lambda full: list(_mean(full).chunk(len(full))))
+        if target is _c10d.all_reduce_coalesced.default:
+            return self.launch(sent, lambda full: [_mean(full)] * len(full))
+        if target in _ONE_BY_ONE:
+            return self.one_by_one(target, arguments)
+        if target is _c10d.wait_tensor.default:
+            return [buffer.copy_(self.pending.pop(buffer.data_ptr())) for buffer in sent]
+        if target is _fxzero.release.default:
+            for tensors in sent:
+                for tensor in tensors:
+                    tensor.fill_(math.nan)
+            return [None] * len(sent)
+        assert target is operator.getitem or isinstance(target, torch._ops.OpOverload), target
+        return [target(*args, **kwargs) for args, kwargs in arguments]
+
+    def launch(self, sent: Sequence[Sequence[Tensor]], collective: Any) -> Values:
+        """Start a coalesced collective: take what is sent now, deliver at the wait."""
+        buffers: list[list[Tensor]] = [[] for _ in sent]
+        for tensors in zip(*sent, strict=True):
+            for rank, result in enumerate(collective(list(tensors))):
+                buffer = torch.full_like(result, math.nan)
+                self.pending[buffer.data_ptr()] = result.clone()
+                buffers[rank].append(buffer)
+        return buffers
+
+    def one_by_one(self, target: Any, arguments: Sequence[tuple[Any, Any]]) -> Values:
+        """fxzero's own collectives: one tensor each, and memory that ends with the join."""
+        first = [args[0] for args, _ in arguments]
+        if target is collectives.gather:
+            return self.start(first, torch.cat, [None] * len(first))
+        if target is collectives.exchange:
+            owned = [args[0] if args[3] else None for args, _ in arguments]
+            return self.start(first, _all_to_all, owned)
+        if target is collectives.all_reduce:
+            return self.start(first, _sum, [None] * len(first))
+        joined: Values = []
+        for buffer, (args, _) in zip(first, arguments, strict=True):
+            value = buffer.copy_(self.pending.pop(buffer.data_ptr()))
+            if target is collectives.join_sum:
+                value = value.div_(args[1])
+            elif target is collectives.join_exchange:
+                value = value.view(args[1], -1, *value.shape[1:]).mean(0)
+                for dead in (buffer, self.owned.pop(buffer.data_ptr())):
+                    if dead is not None:
+                        dead.fill_(math.nan)
+            joined.append(value)
+        return joined
+
+    def start(self, sent: Values, collective: Any, owned: Values) -> Values:
+        """Start a collective on one tensor; `owned` ends when it is joined."""
+        results = collective(sent)
+        results = results if isinstance(results, list) else [results] * len(sent)
+        buffers = []
+        for result, own in zip(results, owned, strict=True):
+            buffer = torch.full_like(result, math.nan)
+            self.pending[buffer.data_ptr()] = result.clone()
+            self.owned[buffer.data_ptr()] = own
+            buffers.append(buffer)
+        return buffers
+
+    def unshard(self, shards: Sequence[Tensor], specs: Sequence[ParamSpec]) -> Values:
+        """The full parameter in its compute dtype."""
+        parts = [part.to(specs[0].compute_dtype) for part in shards]
+        if specs[0].shard_group is None:
+            return [part.clone() for part in parts]
+        return [torch.cat(parts) for _ in parts]
+
+    def reshard(self, grads: Sequence[Tensor], specs: Sequence[ParamSpec]) -> Values:
+        """Each rank's rows of the mean gradient."""
+        mean = _mean([grad.to(specs[0].reduce_dtype) for grad in grads]).to(specs[0].dtype)
+        return [mean.clone() if s.shard_group is None else mean[s.local_rows] for s in specs]
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _all_to_all(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Each rank's rows of every tensor, in rank order."""
+    rows = [tensor.chunk(len(tensors)) for tensor in tensors]
+    return [torch.cat(parts) for parts in zip(*rows, strict=True)]
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    return _sum(tensors) / len(tensors)
