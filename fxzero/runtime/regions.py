@@ -51,7 +51,7 @@ class Structure:
     def _first_call(self, inputs: list[Any]) -> Sequence[Any]:
         if (fake := next(filter(is_fake, inputs), None)) is not None:
             with fake.fake_mode:
-                return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for v in self.values]
+                return [_empty_like(value) for value in self.values]
         owners = {_address(value): -1 - i for i, value in enumerate(inputs) if _has_memory(value)}
         outputs = self.run(inputs)
         copied = set()
@@ -64,6 +64,10 @@ class Structure:
                     copied.add(i)
         self.copied = frozenset(copied)
         return [o.clone() if i in copied else o for i, o in enumerate(outputs)]
+
+
+def _empty_like(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _has_memory(value: Any) -> bool:
