@@ -34,6 +34,7 @@ from fxzero.params import (
     ParamSpec,
     Traffic,
     grad_sync,
+    is_known,
     next_model_number,
     register,
     remember,
@@ -42,6 +43,11 @@ from fxzero.params import (
 _KEYS = "_fxzero_keys"
 _STATE = "_fxzero_state"
 _SPECS = "_fxzero_specs"
+
+
+_MIXED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Torch normalises low-precision inputs with these modules' own, fp32 parameters, beside
+statistics that stay fp32 buffers; it takes no mixture of the two."""
 
 
 def shard(
@@ -65,7 +71,8 @@ def shard(
             parameters and gradients live. 0-d parameters stay replicated.
         mesh: one axis to shard over (default: all ranks), or two: replicate, shard.
         param_dtype: compute in this dtype: shards are cast before they are gathered and
-            floating-point inputs of the model on entry. Master shards keep their dtype.
+            floating-point inputs of the model on entry. Master shards keep their dtype, and
+            so do buffers and the parameters of BatchNorm.
         reduce_dtype: dtype in which gradients are reduced; default: the compute dtype.
         ignored: parameters to leave alone. Their gradients are not reduced.
 
@@ -78,7 +85,7 @@ def shard(
             initialised. The model is then untouched.
     """
     ignored_ids = {id(parameter) for parameter in ignored}
-    _check(model, zero, param_dtype, reduce_dtype, ignored_ids)
+    _check(model, zero, param_dtype, reduce_dtype, ignored_ids, mesh)
     mesh = resolve_mesh(mesh, _device_type(model, mesh))
     state = ModelState(zero=zero, number=next_model_number())
     make_spec = _spec_maker(state, mesh, param_dtype, reduce_dtype)
@@ -163,11 +170,12 @@ def _check(
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     ignored_ids: set[int],
+    mesh: DeviceMesh | None,
 ) -> None:
     """Refuse what cannot be sharded, before anything is touched."""
     if not isinstance(model, nn.Module):
         raise ShardingError(f"fxzero.shard takes an nn.Module, not {type(model).__name__}")
-    if zero not in (0, 1, 2, 3):
+    if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
         raise ShardingError(f"zero={zero!r} is no ZeRO stage. Pass 0, 1, 2 or 3.")
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -181,6 +189,11 @@ def _check(
     known = set()
     for name, parameter in model.named_parameters():
         known.add(id(parameter))
+        if is_known(parameter):
+            raise ShardingError(
+                f"parameter {name} went through fxzero.shard before. Call it once, on the "
+                "outermost module."
+            )
         if id(parameter) in ignored_ids:
             continue
         if isinstance(parameter, DTensor):
@@ -196,6 +209,8 @@ def _check(
     if not ignored_ids <= known:
         raise ShardingError("ignored= names a tensor that is no parameter of this model")
     materialize.check(model)
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ShardingError(f"mesh={mesh!r} is no DeviceMesh. Make one with init_device_mesh().")
 
 
 def _device_type(model: nn.Module, mesh: DeviceMesh | None) -> str:
@@ -276,6 +291,8 @@ def _shard_modules(
                 full = module._parameters[name]
                 assert full is not None
                 spec = make_spec(f"{path}.{name}" if path else name, full)
+                if isinstance(module, _MIXED):
+                    spec = dataclasses.replace(spec, compute_dtype=full.dtype)
                 parameter = _split(full, spec, mesh, device)
                 spec = register(dataclasses.replace(spec, parameter=weakref.ref(parameter)))
                 specs[spec.name] = spec
@@ -357,6 +374,14 @@ def _reader(name: str) -> property:
     return property(read)
 
 
+def _refuse_copy(self: nn.Module, *_: Any) -> Any:
+    """A copy would share the original's keys, and with them its kept gradients."""
+    raise ShardingError(
+        f"a sharded {type(self).__name__} cannot be copied or pickled. Copy the model before "
+        "fxzero.shard, or save its state_dict()."
+    )
+
+
 def _flat_weights() -> property:
     """`nn.LSTM` and its kin keep their weights in a list as well: derive it from the readers."""
 
@@ -382,6 +407,7 @@ def _mark(module: nn.Module, keys: dict[str, str], state: ModelState) -> None:
     identity = (base, tuple(keys))
     if identity not in _classes:
         members: dict[str, Any] = {name: _reader(name) for name in keys}
+        members["__deepcopy__"] = members["__reduce_ex__"] = _refuse_copy
         if isinstance(module, nn.RNNBase):
             members["_flat_weights"] = _flat_weights()
         _classes[identity] = _subclass(base, members)

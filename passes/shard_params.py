@@ -140,6 +140,11 @@ def first_use(graph: StepGraph, nodes: list[fx.Node], phase: Phase) -> fx.Node |
     return min((u for u in users if stamp_of(u).phase is phase), default=None)
 
 
+def leaves_the_graph(marker: fx.Node) -> bool:
+    """Whether a full parameter, or a view of it, is an output."""
+    return any(user.op == "output" for node in derived(marker) for user in node.users)
+
+
 def _one_marker(graph: StepGraph, markers: list[fx.Node]) -> fx.Node:
     """Let all reads of a parameter go through the first one, in each phase."""
     first = markers[0]
@@ -192,6 +197,8 @@ def place(graph: StepGraph, spec: ParamSpec, marker: fx.Node) -> int:
         if phase is Phase.BACKWARD and not per_phase and Phase.FORWARD in fulls:
             continue
         needed = first_use(graph, derived(marker), phase)
+        if needed is None and phase is Phase.FORWARD and leaves_the_graph(marker):
+            needed = marker
         if needed is None:
             continue
         stamp = Stamp(

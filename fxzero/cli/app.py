@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect as inspect_module
 import json
 import sys
 from collections.abc import Callable
@@ -112,6 +113,6 @@ def load(target: str) -> Callable[[], Any]:
         ) from None
     factory = getattr(module, name, None)
     if not callable(factory):
-        known = [n for n in vars(module) if callable(getattr(module, n)) and not n.startswith("_")]
+        known = [n for n, value in vars(module).items() if inspect_module.isfunction(value)]
         raise ConfigError(f"{module_name} has no function {name!r}: {nearest(name, known)}")
     return factory
