@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
 from torch import fx
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # registers the operators below
 from torch import Tensor
 
 from fxzero._compat import backward_keeps_graph, backward_number, free_storage
