@@ -132,6 +132,7 @@ class Compilation:
         ]
         return cut(graph, private_saved(graph.graph, values, forward_outputs))
 
+    @_compat.collecting_only_new_objects()  # a backward is lowered when it first runs
     def lower(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """AOTAutograd's compiler of one side."""
         _compat.forget_donated_buffers()
@@ -198,7 +199,7 @@ def fxzero(
         compilation = Compilation(config, plain=_plain_parameters(module, example_inputs))
         for observe in observers:
             observe(compilation)
-        with _compat.garbage_collection_paused():
+        with _compat.collecting_only_new_objects():
             return _compat.aot_compile(
                 module,
                 example_inputs,

@@ -162,9 +162,9 @@ class Lockstep:
                 value = value.div_(args[1])
             elif target is collectives.join_exchange:
                 value = value.view(args[1], -1, *value.shape[1:]).mean(0)
-                for dead in (buffer, self.owned.pop(buffer.data_ptr())):
-                    if dead is not None:
-                        dead.fill_(math.nan)
+                sent = self.owned.pop(buffer.data_ptr())
+                if sent is not None:
+                    sent.fill_(math.nan)
             joined.append(value)
         return joined
 

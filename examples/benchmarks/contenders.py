@@ -102,6 +102,19 @@ CONTENDERS = {
 }
 
 
+LAZY_IMPORTS = (
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch._inductor.codegen.cpp",
+    "torch._inductor.codegen.cpp_wrapper_gpu",
+    "torch._inductor.fx_passes.mkldnn_fusion",
+    "torch.distributed.tensor.experimental",
+    "torch.utils.cpp_extension",
+    "sympy.physics.units",
+)
+"""What torch's optimizers and Inductor load when they first run."""
+
+
 def build(job: Job) -> Training:
     """Build the model and hand it to the contender that the job names."""
     return CONTENDERS[job.contender].build(job.workload.model(), job)
@@ -119,5 +132,5 @@ def load_imports(job: Job) -> None:
     torch's optimizers load Dynamo even in an eager run; without this, modules would count
     as training memory, and as compile time, for whoever triggers them.
     """
-    for name in ("torch._dynamo", "torch._inductor.compile_fx", *CONTENDERS[job.contender].imports):
+    for name in (*LAZY_IMPORTS, *CONTENDERS[job.contender].imports):
         importlib.import_module(name)
