@@ -36,6 +36,7 @@ from fxzero.passes.release_saved import private_saved
 from fxzero.passes.shard_params import shard_source
 from fxzero.replicas import check_equal
 from fxzero.runtime.executor import executable
+from fxzero.shard_inputs import take_local_tensors, with_parameters
 
 log = logging.getLogger("fxzero")
 
@@ -200,15 +201,17 @@ def fxzero(
         for observe in observers:
             observe(compilation)
         with _compat.collecting_only_new_objects():
-            return _compat.aot_compile(
+            inputs, local = take_local_tensors(module, example_inputs)
+            compiled = _compat.aot_compile(
                 module,
-                example_inputs,
+                inputs,
                 forward=compilation.lower,
                 backward=compilation.lower,
                 inference=compilation.infer,
                 partition=compilation.partition,
                 decompositions=_decompositions(config),
             )
+            return with_parameters(compiled, local)
     except FxZeroError as error:
         raise _compat.passing_through_dynamo(error) from None
 

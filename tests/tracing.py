@@ -198,9 +198,7 @@ def params_of(nodes: Sequence[fx.Node]) -> list[tuple[str, ...]]:
 
 
 def words(text: str) -> str:
-    """A graph's text without what differs from run to run: models' numbers, meshes' names."""
-    for mesh in re.findall(r"^(\w+): FakeScriptObject", text, flags=re.MULTILINE):
-        text = re.sub(rf"\b{mesh}\b", "mesh", text)
+    """A graph's text without what differs from run to run: models' numbers."""
     return re.sub(r"\b\d+/(?=[a-z])", "N/", text)
 
 

@@ -40,19 +40,17 @@ def test_before_and_after() -> None:
         words(record.before),
         """\
 primals_1: f32[1, 8] = input
-mesh: FakeScriptObject = input
-primals_3: f32[1] = input
-mesh: FakeScriptObject = input
-primals_5: f32[4, 8] = input
+primals_2: f32[1] = input
+primals_3: f32[4, 8] = input
 tangents_1: f32[4, 8] = input
 gather_: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], 8, 0)  # forward gather launch
 getitem: f32[8, 8] = getitem(gather_, 0)  # forward gather part
 weight: f32[8, 8] = _c10d_functional.wait_tensor(getitem)  # forward gather wait
 t: f32[8, 8] = aten.t(weight)  # forward compute compute
-gather__2: (f32[8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_3], 8, 0)  # forward gather launch
+gather__2: (f32[8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_2], 8, 0)  # forward gather launch
 getitem_2: f32[8] = getitem(gather__2, 0)  # forward gather part
 bias: f32[8] = _c10d_functional.wait_tensor(getitem_2)  # forward gather wait
-addmm: f32[4, 8] = aten.addmm(bias, primals_5, t)  # forward compute compute
+addmm: f32[4, 8] = aten.addmm(bias, primals_3, t)  # forward compute compute
 release_default_2: None = fxzero.release([bias])  # forward gather release
 release_default: None = fxzero.release([weight])  # forward gather release
 gather__1: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], 8, 0)  # backward gather launch
@@ -63,35 +61,33 @@ t_1: f32[8, 8] = aten.t(t_5)  # backward compute compute
 mm: f32[4, 8] = aten.mm(tangents_1, t_1)  # backward compute compute
 release_default_1: None = fxzero.release([weight_1])  # backward gather release
 t_2: f32[8, 4] = aten.t(tangents_1)  # backward compute compute
-mm_1: f32[8, 8] = aten.mm(t_2, primals_5)  # backward compute compute
+mm_1: f32[8, 8] = aten.mm(t_2, primals_3)  # backward compute compute
 t_3: f32[8, 8] = aten.t(mm_1)  # backward compute compute
 sum_1: f32[1, 8] = aten.sum.dim_IntList(tangents_1, [0], True)  # backward compute compute
-view_2: f32[8] = aten.view(sum_1, [8])  # backward compute compute
-reduce__1: (f32[1]) = _c10d_functional.reduce_scatter_tensor_coalesced([view_2], avg, 8, 0)  # backward reduce launch
+view: f32[8] = aten.view(sum_1, [8])  # backward compute compute
+reduce__1: (f32[1]) = _c10d_functional.reduce_scatter_tensor_coalesced([view], avg, 8, 0)  # backward reduce launch
 getitem_4: f32[1] = getitem(reduce__1, 0)  # backward reduce part
 wait_tensor_default_1: f32[1] = _c10d_functional.wait_tensor(getitem_4)  # backward reduce wait
 t_4: f32[8, 8] = aten.t(t_3)  # backward compute compute
 reduce_: (f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced([t_4], avg, 8, 0)  # backward reduce launch
 getitem_3: f32[1, 8] = getitem(reduce_, 0)  # backward reduce part
 wait_tensor_default: f32[1, 8] = _c10d_functional.wait_tensor(getitem_3)  # backward reduce wait
-return (addmm, wait_tensor_default, mesh, wait_tensor_default_1, mesh, mm)""",
+return (addmm, wait_tensor_default, wait_tensor_default_1, mm)""",
     )
     assert_expected_inline(
         words(record.after),
         """\
 primals_1: f32[1, 8] = input
-mesh: FakeScriptObject = input
-primals_3: f32[1] = input
-mesh: FakeScriptObject = input
-primals_5: f32[4, 8] = input
+primals_2: f32[1] = input
+primals_3: f32[4, 8] = input
 tangents_1: f32[4, 8] = input
-gather__3: (f32[8, 8], f32[8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1, primals_3], 8, 0)  # forward gather launch gather.forward.0
+gather__3: (f32[8, 8], f32[8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1, primals_2], 8, 0)  # forward gather launch gather.forward.0
 getitem_5: f32[8, 8] = getitem(gather__3, 0)  # forward gather part gather.forward.0
 weight: f32[8, 8] = _c10d_functional.wait_tensor(getitem_5)  # forward gather wait gather.forward.0
 t: f32[8, 8] = aten.t(weight)  # forward compute compute
 getitem_6: f32[8] = getitem(gather__3, 1)  # forward gather part gather.forward.0
 bias: f32[8] = _c10d_functional.wait_tensor(getitem_6)  # forward gather wait gather.forward.0
-addmm: f32[4, 8] = aten.addmm(bias, primals_5, t)  # forward compute compute
+addmm: f32[4, 8] = aten.addmm(bias, primals_3, t)  # forward compute compute
 release_default: None = fxzero.release([bias, weight])  # forward gather release gather.forward.0
 gather__1: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], 8, 0)  # backward gather launch gather.backward.1
 getitem_1: f32[8, 8] = getitem(gather__1, 0)  # backward gather part gather.backward.1
@@ -101,17 +97,17 @@ t_1: f32[8, 8] = aten.t(t_5)  # backward compute compute
 mm: f32[4, 8] = aten.mm(tangents_1, t_1)  # backward compute compute
 release_default_1: None = fxzero.release([weight_1])  # backward gather release gather.backward.1
 t_2: f32[8, 4] = aten.t(tangents_1)  # backward compute compute
-mm_1: f32[8, 8] = aten.mm(t_2, primals_5)  # backward compute compute
+mm_1: f32[8, 8] = aten.mm(t_2, primals_3)  # backward compute compute
 t_3: f32[8, 8] = aten.t(mm_1)  # backward compute compute
 sum_1: f32[1, 8] = aten.sum.dim_IntList(tangents_1, [0], True)  # backward compute compute
-view_2: f32[8] = aten.view(sum_1, [8])  # backward compute compute
+view: f32[8] = aten.view(sum_1, [8])  # backward compute compute
 t_4: f32[8, 8] = aten.t(t_3)  # backward compute compute
-reduce__2: (f32[1], f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced([view_2, t_4], avg, 8, 0)  # backward reduce launch reduce.backward.0
+reduce__2: (f32[1], f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced([view, t_4], avg, 8, 0)  # backward reduce launch reduce.backward.0
 getitem_7: f32[1] = getitem(reduce__2, 0)  # backward reduce part reduce.backward.0
 wait_tensor_default_1: f32[1] = _c10d_functional.wait_tensor(getitem_7)  # backward reduce wait reduce.backward.0
 getitem_8: f32[1, 8] = getitem(reduce__2, 1)  # backward reduce part reduce.backward.0
 wait_tensor_default: f32[1, 8] = _c10d_functional.wait_tensor(getitem_8)  # backward reduce wait reduce.backward.0
-return (addmm, wait_tensor_default, mesh, wait_tensor_default_1, mesh, mm)""",
+return (addmm, wait_tensor_default, wait_tensor_default_1, mm)""",
     )
 
 

@@ -68,7 +68,7 @@ wait_tensor_default_3: f32[8, 8] = join_sum(reduce__4, 8)  # backward reduce wai
         assert_expected_inline(
             before,
             """\
-gather__3: (f32[8, 8], f32[8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1, primals_3], 8, 0)  # forward gather launch gather.forward.0
+gather__3: (f32[8, 8], f32[8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1, primals_2], 8, 0)  # forward gather launch gather.forward.0
 getitem_5: f32[8, 8] = getitem(gather__3, 0)  # forward gather part gather.forward.0
 getitem_6: f32[8] = getitem(gather__3, 1)  # forward gather part gather.forward.0
 weight: f32[8, 8] = _c10d_functional.wait_tensor(getitem_5)  # forward gather wait gather.forward.0
@@ -76,7 +76,7 @@ bias: f32[8] = _c10d_functional.wait_tensor(getitem_6)  # forward gather wait ga
 gather__1: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], 8, 0)  # backward gather launch gather.backward.1
 getitem_1: f32[8, 8] = getitem(gather__1, 0)  # backward gather part gather.backward.1
 weight_1: f32[8, 8] = _c10d_functional.wait_tensor(getitem_1)  # backward gather wait gather.backward.1
-reduce__2: (f32[1], f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced([view_2, t_4], avg, 8, 0)  # backward reduce launch reduce.backward.0
+reduce__2: (f32[1], f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced([view, t_4], avg, 8, 0)  # backward reduce launch reduce.backward.0
 getitem_7: f32[1] = getitem(reduce__2, 0)  # backward reduce part reduce.backward.0
 getitem_8: f32[1, 8] = getitem(reduce__2, 1)  # backward reduce part reduce.backward.0
 wait_tensor_default_1: f32[1] = _c10d_functional.wait_tensor(getitem_7)  # backward reduce wait reduce.backward.0
@@ -86,12 +86,12 @@ wait_tensor_default: f32[1, 8] = _c10d_functional.wait_tensor(getitem_8)  # back
             after,
             """\
 gather__4: f32[8, 8] = gather(primals_1, 8, 0)  # forward gather launch gather.forward.0
-gather__5: f32[8] = gather(primals_3, 8, 0)  # forward gather launch gather.forward.0
+gather__5: f32[8] = gather(primals_2, 8, 0)  # forward gather launch gather.forward.0
 weight_2: f32[8, 8] = join(gather__4)  # forward gather wait gather.forward.0
 bias_1: f32[8] = join(gather__5)  # forward gather wait gather.forward.0
 gather__6: f32[8, 8] = gather(primals_1, 8, 0)  # backward gather launch gather.backward.1
 weight_3: f32[8, 8] = join(gather__6)  # backward gather wait gather.backward.1
-reduce__3: f32[1] = exchange(view_2, 8, 0, True)  # backward reduce launch reduce.backward.0
+reduce__3: f32[1] = exchange(view, 8, 0, True)  # backward reduce launch reduce.backward.0
 reduce__4: f32[1, 8] = exchange(t_4, 8, 0, True)  # backward reduce launch reduce.backward.0
 wait_tensor_default_2: f32[1] = join_exchange(reduce__3, 8)  # backward reduce wait reduce.backward.0
 wait_tensor_default_3: f32[1, 8] = join_exchange(reduce__4, 8)  # backward reduce wait reduce.backward.0""",

@@ -45,18 +45,16 @@ def test_before_and_after() -> None:
         words(record.before),
         """\
 primals_1: f32[1, 8] = input
-mesh: FakeScriptObject = input
-primals_3: f32[4, 8] = input
-primals_4: f32[1, 8] = input
-mesh: FakeScriptObject = input
+primals_2: f32[4, 8] = input
+primals_3: f32[1, 8] = input
 tangents_1: f32[] = input
 gather_layers_0: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], 8, 0)  # forward gather launch layers.0 gather.forward.0
 getitem: f32[8, 8] = getitem(gather_layers_0, 0)  # forward gather part layers.0 gather.forward.0
 layers_0_weight: f32[8, 8] = _c10d_functional.wait_tensor(getitem)  # forward gather wait layers.0 gather.forward.0
 t: f32[8, 8] = aten.t(layers_0_weight)  # forward compute compute layers.0
-mm: f32[4, 8] = aten.mm(primals_3, t)  # forward compute compute layers.0
+mm: f32[4, 8] = aten.mm(primals_2, t)  # forward compute compute layers.0
 release_default: None = fxzero.release([layers_0_weight])  # forward gather release layers.0 gather.forward.0
-gather_layers_2: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_4], 8, 0)  # forward gather launch layers.1 gather.forward.1
+gather_layers_2: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_3], 8, 0)  # forward gather launch layers.1 gather.forward.1
 getitem_2: f32[8, 8] = getitem(gather_layers_2, 0)  # forward gather part layers.1 gather.forward.1
 layers_1_weight: f32[8, 8] = _c10d_functional.wait_tensor(getitem_2)  # forward gather wait layers.1 gather.forward.1
 t_1: f32[8, 8] = aten.t(layers_1_weight)  # forward compute compute layers.1
@@ -67,7 +65,7 @@ expand: f32[4, 8] = aten.expand(tangents_1, [4, 8])  # backward compute compute 
 t_2: f32[8, 4] = aten.t(expand)  # backward compute compute layers.1
 mm_2: f32[8, 8] = aten.mm(t_2, mm)  # backward compute compute layers.1
 t_3: f32[8, 8] = aten.t(mm_2)  # backward compute compute layers.1
-gather_layers_3: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_4], 8, 0)  # backward gather launch layers.1 gather.backward.2
+gather_layers_3: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_3], 8, 0)  # backward gather launch layers.1 gather.backward.2
 getitem_3: f32[8, 8] = getitem(gather_layers_3, 0)  # backward gather part layers.1 gather.backward.2
 layers_1_weight_1: f32[8, 8] = _c10d_functional.wait_tensor(getitem_3)  # backward gather wait layers.1 gather.backward.2
 t_10: f32[8, 8] = aten.t(layers_1_weight_1)  # backward compute compute layers.1
@@ -79,7 +77,7 @@ reduce_layers_1: (f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced(
 getitem_5: f32[1, 8] = getitem(reduce_layers_1, 0)  # backward reduce part layers.1 reduce.backward.0
 wait_tensor_default_1: f32[1, 8] = _c10d_functional.wait_tensor(getitem_5)  # backward reduce wait layers.1 reduce.backward.0
 t_6: f32[8, 4] = aten.t(mm_3)  # backward compute compute layers.0
-mm_4: f32[8, 8] = aten.mm(t_6, primals_3)  # backward compute compute layers.0
+mm_4: f32[8, 8] = aten.mm(t_6, primals_2)  # backward compute compute layers.0
 t_7: f32[8, 8] = aten.t(mm_4)  # backward compute compute layers.0
 gather_layers_1: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], 8, 0)  # backward gather launch layers.0 gather.backward.3
 getitem_1: f32[8, 8] = getitem(gather_layers_1, 0)  # backward gather part layers.0 gather.backward.3
@@ -92,23 +90,21 @@ t_9: f32[8, 8] = aten.t(t_7)  # backward compute compute layers.0
 reduce_layers_0: (f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced([t_9], avg, 8, 0)  # backward reduce launch layers.0 reduce.backward.1
 getitem_4: f32[1, 8] = getitem(reduce_layers_0, 0)  # backward reduce part layers.0 reduce.backward.1
 wait_tensor_default: f32[1, 8] = _c10d_functional.wait_tensor(getitem_4)  # backward reduce wait layers.0 reduce.backward.1
-return (sum_1, wait_tensor_default, mesh, mm_5, wait_tensor_default_1, mesh)""",
+return (sum_1, wait_tensor_default, mm_5, wait_tensor_default_1)""",
     )
     assert_expected_inline(
         words(record.after),
         """\
 primals_1: f32[1, 8] = input
-mesh: FakeScriptObject = input
-primals_3: f32[4, 8] = input
-primals_4: f32[1, 8] = input
-mesh: FakeScriptObject = input
+primals_2: f32[4, 8] = input
+primals_3: f32[1, 8] = input
 tangents_1: f32[] = input
 gather_layers_0: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], 8, 0)  # forward gather launch layers.0 gather.forward.0
-gather_layers_2: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_4], 8, 0)  # forward gather launch layers.1 gather.forward.1
+gather_layers_2: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_3], 8, 0)  # forward gather launch layers.1 gather.forward.1
 getitem: f32[8, 8] = getitem(gather_layers_0, 0)  # forward gather part layers.0 gather.forward.0
 layers_0_weight: f32[8, 8] = _c10d_functional.wait_tensor(getitem)  # forward gather wait layers.0 gather.forward.0
 t: f32[8, 8] = aten.t(layers_0_weight)  # forward compute compute layers.0
-mm: f32[4, 8] = aten.mm(primals_3, t)  # forward compute compute layers.0
+mm: f32[4, 8] = aten.mm(primals_2, t)  # forward compute compute layers.0
 release_default: None = fxzero.release([layers_0_weight])  # forward gather release layers.0 gather.forward.0
 getitem_2: f32[8, 8] = getitem(gather_layers_2, 0)  # forward gather part layers.1 gather.forward.1
 layers_1_weight: f32[8, 8] = _c10d_functional.wait_tensor(getitem_2)  # forward gather wait layers.1 gather.forward.1
@@ -116,7 +112,7 @@ t_1: f32[8, 8] = aten.t(layers_1_weight)  # forward compute compute layers.1
 mm_1: f32[4, 8] = aten.mm(mm, t_1)  # forward compute compute layers.1
 sum_1: f32[] = aten.sum(mm_1)  # forward compute compute layers.1
 release_default_2: None = fxzero.release([layers_1_weight])  # forward gather release layers.1 gather.forward.1
-gather_layers_3: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_4], 8, 0)  # backward gather launch layers.1 gather.backward.2
+gather_layers_3: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_3], 8, 0)  # backward gather launch layers.1 gather.backward.2
 gather_layers_1: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], 8, 0)  # backward gather launch layers.0 gather.backward.3
 getitem_3: f32[8, 8] = getitem(gather_layers_3, 0)  # backward gather part layers.1 gather.backward.2
 layers_1_weight_1: f32[8, 8] = _c10d_functional.wait_tensor(getitem_3)  # backward gather wait layers.1 gather.backward.2
@@ -133,7 +129,7 @@ reduce_layers_1: (f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced(
 getitem_1: f32[8, 8] = getitem(gather_layers_1, 0)  # backward gather part layers.0 gather.backward.3
 layers_0_weight_1: f32[8, 8] = _c10d_functional.wait_tensor(getitem_1)  # backward gather wait layers.0 gather.backward.3
 t_6: f32[8, 4] = aten.t(mm_3)  # backward compute compute layers.0
-mm_4: f32[8, 8] = aten.mm(t_6, primals_3)  # backward compute compute layers.0
+mm_4: f32[8, 8] = aten.mm(t_6, primals_2)  # backward compute compute layers.0
 t_7: f32[8, 8] = aten.t(mm_4)  # backward compute compute layers.0
 t_11: f32[8, 8] = aten.t(layers_0_weight_1)  # backward compute compute layers.0
 t_8: f32[8, 8] = aten.t(t_11)  # backward compute compute layers.0
@@ -145,7 +141,7 @@ wait_tensor_default_1: f32[1, 8] = _c10d_functional.wait_tensor(getitem_5)  # ba
 reduce_layers_0: (f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced([t_9], avg, 8, 0)  # backward reduce launch layers.0 reduce.backward.1
 getitem_4: f32[1, 8] = getitem(reduce_layers_0, 0)  # backward reduce part layers.0 reduce.backward.1
 wait_tensor_default: f32[1, 8] = _c10d_functional.wait_tensor(getitem_4)  # backward reduce wait layers.0 reduce.backward.1
-return (sum_1, wait_tensor_default, mesh, mm_5, wait_tensor_default_1, mesh)""",
+return (sum_1, wait_tensor_default, mm_5, wait_tensor_default_1)""",
     )
 
 

@@ -47,47 +47,41 @@ def test_before_and_after() -> None:
         words(record.before),
         """\
 primals_1: f32[1, 8] = input
-mesh: FakeScriptObject = input
-primals_3: f32[4, 8] = input
+primals_2: f32[4, 8] = input
 tangents_1: f32[] = input
-view: f32[1, 8] = aten.view(primals_1, [1, 8])
-unshard: f32[8, 8] = fxzero.unshard(view, N/layers.0.weight, reduce)
+unshard: f32[8, 8] = fxzero.unshard(primals_1, N/layers.0.weight, reduce)
 t: f32[8, 8] = aten.t(unshard)
-mm: f32[4, 8] = aten.mm(primals_3, t)
+mm: f32[4, 8] = aten.mm(primals_2, t)
 sum_1: f32[] = aten.sum(mm)
 expand: f32[4, 8] = aten.expand(tangents_1, [4, 8])
 t_1: f32[8, 4] = aten.t(expand)
-mm_1: f32[8, 8] = aten.mm(t_1, primals_3)
+mm_1: f32[8, 8] = aten.mm(t_1, primals_2)
 t_2: f32[8, 8] = aten.t(mm_1)
 t_3: f32[8, 8] = aten.t(t)
 mm_2: f32[4, 8] = aten.mm(expand, t_3)
 t_4: f32[8, 8] = aten.t(t_2)
 reshard_grad: f32[1, 8] = fxzero.reshard_grad(t_4, N/layers.0.weight, reduce)
-view_1: f32[1, 8] = aten.view(reshard_grad, [1, 8])
-return [sum_1, view_1, mesh, mm_2]""",
+return [sum_1, reshard_grad, mm_2]""",
     )
     assert_expected_inline(
         words(record.after),
         """\
 primals_1: f32[1, 8] = input
-mesh: FakeScriptObject = input
-primals_3: f32[4, 8] = input
+primals_2: f32[4, 8] = input
 tangents_1: f32[] = input
-view: f32[1, 8] = aten.view(primals_1, [1, 8])  # forward compute compute layers.0
-unshard: f32[8, 8] = fxzero.unshard(view, N/layers.0.weight, reduce)  # forward compute unshard layers.0
+unshard: f32[8, 8] = fxzero.unshard(primals_1, N/layers.0.weight, reduce)  # forward compute unshard layers.0
 t: f32[8, 8] = aten.t(unshard)  # forward compute compute layers.0
-mm: f32[4, 8] = aten.mm(primals_3, t)  # forward compute compute layers.0
+mm: f32[4, 8] = aten.mm(primals_2, t)  # forward compute compute layers.0
 sum_1: f32[] = aten.sum(mm)  # forward compute compute layers.0
 expand: f32[4, 8] = aten.expand(tangents_1, [4, 8])  # backward compute compute layers.0
 t_1: f32[8, 4] = aten.t(expand)  # backward compute compute layers.0
-mm_1: f32[8, 8] = aten.mm(t_1, primals_3)  # backward compute compute layers.0
+mm_1: f32[8, 8] = aten.mm(t_1, primals_2)  # backward compute compute layers.0
 t_2: f32[8, 8] = aten.t(mm_1)  # backward compute compute layers.0
 t_3: f32[8, 8] = aten.t(t)  # backward compute compute layers.0
 mm_2: f32[4, 8] = aten.mm(expand, t_3)  # backward compute compute layers.0
 t_4: f32[8, 8] = aten.t(t_2)  # backward compute compute layers.0
 reshard_grad: f32[1, 8] = fxzero.reshard_grad(t_4, N/layers.0.weight, reduce)  # backward compute reshard layers.0
-view_1: f32[1, 8] = aten.view(reshard_grad, [1, 8])  # backward compute compute layers.0
-return [sum_1, view_1, mesh, mm_2]""",
+return [sum_1, reshard_grad, mm_2]""",
     )
 
 

@@ -1,0 +1,102 @@
+"""Hand shards to a compiled graph as plain tensors.
+
+Dynamo's graph takes DTensor parameters and begins with
+
+    local = param.to_local();  full = unshard(local, key, sync)
+
+AOTAutograd can trace DTensor inputs, at a price: each is wrapped and unwrapped in every
+one of its tracings and again on every call (measured on a 24-layer GPT: a quarter of the
+time of a compilation). Here the graph takes the local tensors themselves; one autograd
+node in front of it turns the parameters into them, and their gradients into DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from fxzero._compat import dtensor_like, local_fake, local_tensor
+
+
+def take_local_tensors(
+    module: fx.GraphModule, example_inputs: Sequence[Any]
+) -> tuple[list[Any], tuple[int, ...]]:
+    """Let Dynamo's graph take the local tensors of DTensors that it only reads locally.
+
+    Args:
+        module: Dynamo's graph, changed in place.
+        example_inputs: its inputs.
+
+    Returns:
+        The inputs with fake local tensors among them, and the positions of those.
+    """
+    inputs = list(example_inputs)
+    positions = []
+    for position, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        readers = list(node.users)
+        value = node.meta.get("example_value")
+        if not isinstance(value, DTensor) or not all(_is_plain_to_local(n) for n in readers):
+            continue
+        local = local_fake(value)
+        inputs[position] = node.meta["example_value"] = local
+        positions.append(position)
+        for reader in readers:
+            reader.replace_all_uses_with(node)
+            module.graph.erase_node(reader)
+    if positions:
+        module.recompile()
+    return inputs, tuple(positions)
+
+
+def _is_plain_to_local(node: fx.Node) -> bool:
+    """Whether a node is ``x.to_local()`` without arguments."""
+    return (
+        node.op == "call_method"
+        and node.target == "to_local"
+        and len(node.args) == 1
+        and not node.kwargs
+    )
+
+
+def with_parameters(compiled: Callable[..., Any], positions: tuple[int, ...]) -> Callable[..., Any]:
+    """Make a function of local tensors at `positions` one of DTensors."""
+    if not positions:
+        return compiled
+
+    def call(*inputs: Any) -> Any:
+        values = list(inputs)
+        trainable = []
+        for position in positions:
+            if values[position].requires_grad and torch.is_grad_enabled():
+                trainable.append(position)
+            else:
+                values[position] = local_tensor(values[position]).detach()
+        if trainable:
+            local = _LocalTensors.apply(*(values[p] for p in trainable))
+            for position, value in zip(trainable, local, strict=True):
+                values[position] = value
+        return compiled(*values)
+
+    return call
+
+
+class _LocalTensors(torch.autograd.Function):
+    """The local tensors of DTensors; their gradients become DTensors of the same layout."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
+        ctx.parameters = parameters
+        return tuple(local_tensor(parameter).detach() for parameter in parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
+        return tuple(
+            None if grad is None else dtensor_like(grad, parameter)
+            for grad, parameter in zip(grads, ctx.parameters, strict=True)
+        )
