@@ -1,0 +1,187 @@
+"""More than one forward or backward to an optimizer step, with and without `no_sync`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+from torch import nn
+
+import fxzero
+from tests.parity.harness import Pools
+from tests.parity.models import Example
+from tests.parity.sharded import (
+    FLOAT64,
+    TIGHT,
+    all_stages,
+    batches_of,
+    inner,
+    on_two_ranks,
+    take_step,
+    with_reference,
+)
+from tests.parity.training import (
+    adamw,
+    assert_same,
+    full_gradients,
+    make_batch,
+    rows_of_rank,
+)
+
+# -- more than one forward or backward to a step
+
+
+@on_two_ranks
+@all_stages
+def test_gradient_accumulation(ranks: Pools, world: int, zero: int) -> None:
+    """Three micro-batches add up in ``.grad``, twice, with a step and `zero_grad` between."""
+    ranks(world).run(accumulate, zero)
+
+
+def accumulate(zero: int) -> None:
+    """Job."""
+    example, model, reference = with_reference("gpt", zero)
+    contexts = [nullcontext] * 3
+    for step in range(2):
+        compare_accumulation(example, model, reference, contexts, first_seed=3 * step)
+        for each in (model, reference):
+            take_step(each)
+
+
+def compare_accumulation(
+    example: Example,
+    model: nn.Module,
+    reference: nn.Module,
+    contexts: list[Callable[[], AbstractContextManager[None]]],
+    first_seed: int,
+) -> None:
+    """Run one micro-batch in each context, and compare the sums of gradients after the last."""
+    for seed, context in enumerate(contexts, start=first_seed):
+        batch = make_batch(example, FLOAT64, seed)
+        example.loss(reference, batch).backward()
+        with context():
+            example.loss(model, rows_of_rank(batch)).backward()
+    assert_same(full_gradients(model), full_gradients(reference), TIGHT)
+
+
+@on_two_ranks
+@all_stages
+def test_forwards_before_a_backward(ranks: Pools, world: int, zero: int) -> None:
+    """Two forwards alive at once, joined in one loss."""
+    ranks(world).run(join_two_forwards, zero)
+
+
+def join_two_forwards(zero: int) -> None:
+    """Job."""
+    example, model, reference = with_reference("gpt", zero)
+    first, second = batches_of(example, 2)
+    joined = [example.loss(model, rows_of_rank(batch)) for batch in (first, second)]
+    (joined[0] * 3 + joined[1]).backward()
+    (example.loss(reference, first) * 3 + example.loss(reference, second)).backward()
+    assert_same(full_gradients(model), full_gradients(reference), TIGHT)
+
+
+@on_two_ranks
+@all_stages
+def test_backward_twice(ranks: Pools, world: int, zero: int) -> None:
+    """With ``retain_graph=True`` nothing that the second backward needs may be gone."""
+    ranks(world).run(go_back_twice, zero)
+
+
+def go_back_twice(zero: int) -> None:
+    """Job."""
+    example, model, reference = with_reference("mlp", zero)
+    batch = make_batch(example, FLOAT64, seed=0)
+    for each, part in ((model, rows_of_rank(batch)), (reference, batch)):
+        loss = example.loss(each, part)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same(full_gradients(model), full_gradients(reference), TIGHT)
+
+
+# -- no_sync
+
+
+@on_two_ranks
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("compile_it", [True, False], ids=["compiled", "uncompiled"])
+def test_no_sync(ranks: Pools, world: int, zero: int, compile_it: bool) -> None:
+    """Two micro-batches without a reduction, one with it, twice."""
+    ranks(world).run(accumulate_without_sync, zero, compile_it)
+
+
+def accumulate_without_sync(zero: int, compile_it: bool) -> None:
+    """Job."""
+    example, model, reference = with_reference("gpt", zero)
+    if not compile_it:
+        model = inner(model)
+    contexts = [lambda: fxzero.no_sync(model)] * 2 + [nullcontext]
+    for step in range(2):
+        compare_accumulation(example, model, reference, contexts, first_seed=3 * step)
+        for each in (model, reference):
+            take_step(each)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("kept_after", [0, 1])
+def test_zero_grad_forgets_what_no_sync_kept(
+    ranks: Pools, world: int, kept_after: int, zero: int
+) -> None:
+    """A micro-batch that is dropped before its reduction leaves nothing behind."""
+    ranks(world).run(drop_a_micro_batch, kept_after, zero)
+
+
+def drop_a_micro_batch(kept_after: int, zero: int) -> None:
+    """Job: after the dropped one, `kept_after` micro-batches without a reduction and one with."""
+    example, model, reference = with_reference("gpt", zero)
+    dropped = rows_of_rank(make_batch(example, FLOAT64, seed=9))
+    with fxzero.no_sync(model):
+        example.loss(model, dropped).backward()
+    adamw(model.parameters()).zero_grad()
+    contexts = [lambda: fxzero.no_sync(model)] * kept_after + [nullcontext]
+    compare_accumulation(example, model, reference, contexts, first_seed=0)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("zero", [0, 1])
+def test_no_sync_follows_the_forward(ranks: Pools, world: int, zero: int) -> None:
+    """A forward run inside keeps its gradient back even if its backward comes later."""
+    ranks(world).run(leave_no_sync_before_backward, zero)
+
+
+def leave_no_sync_before_backward(zero: int) -> None:
+    """Job."""
+    example, model, reference = with_reference("gpt", zero)
+    first, second = batches_of(example, 2)
+    with fxzero.no_sync(model):
+        loss = example.loss(model, rows_of_rank(first))
+    loss.backward()
+    example.loss(model, rows_of_rank(second)).backward()
+    for batch in (first, second):
+        example.loss(reference, batch).backward()
+    assert_same(full_gradients(model), full_gradients(reference), TIGHT)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("zero", [2, 3])
+def test_no_sync_warns_where_it_has_no_effect(ranks: Pools, world: int, zero: int) -> None:
+    """Stages 2 and 3 reduce every micro-batch: right gradients, and a warning that says so."""
+    ranks(world).run(ask_for_no_sync_in_vain, zero)
+
+
+def ask_for_no_sync_in_vain(zero: int) -> None:
+    """Job."""
+    example, model, reference = with_reference("gpt", zero)
+
+    def no_sync() -> AbstractContextManager[None]:
+        return fxzero.no_sync(model)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", fxzero.FxZeroWarning)
+        compare_accumulation(example, model, reference, [no_sync, no_sync, nullcontext], 0)
+    ours = [w for w in caught if issubclass(w.category, fxzero.FxZeroWarning)]
+    assert ours, "no FxZeroWarning"
+    assert "no_sync" in str(ours[0].message), ours[0].message
