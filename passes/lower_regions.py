@@ -25,7 +25,7 @@ from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import writes_memory
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
-from fxzero.runtime.regions import CACHE, Region, Structure, structure_key
+from fxzero.runtime.regions import CACHE, Region, Structure, StructureKey, structure_key
 
 
 class RegionBackend(StrEnum):
@@ -80,18 +80,30 @@ def runs(graph: StepGraph) -> list[list[fx.Node]]:
 
 @dataclass(frozen=True)
 class Cutout:
-    """A run of nodes, and a copy of it as a module of its own."""
+    """A run of nodes on its way to become a region."""
 
     name: str
     run: list[fx.Node]
-    module: fx.GraphModule
     outputs: list[fx.Node]
-    key: object
+    """What others read of it."""
+    key: StructureKey
 
     @property
     def inputs(self) -> list[fx.Node]:
         """What the run reads from outside now: lowering an earlier run replaces some of it."""
         return inputs_of(self.run)
+
+    def module(self) -> fx.GraphModule:
+        """A copy of the run as a module of its own."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for i, node in enumerate(self.inputs):
+            copies[node] = graph.placeholder(f"input_{i}")
+            copies[node].meta["val"] = node.meta["val"]
+        for node in self.run:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[n] for n in self.outputs))
+        return fx.GraphModule(torch.nn.Module(), graph, class_name=self.name)
 
 
 def inputs_of(run: list[fx.Node]) -> list[fx.Node]:
@@ -100,21 +112,12 @@ def inputs_of(run: list[fx.Node]) -> list[fx.Node]:
     return list(dict.fromkeys(i for n in run for i in n.all_input_nodes if i not in inside))
 
 
-def extract(graph: StepGraph, run: list[fx.Node], name: str) -> Cutout:
-    """Copy a run into a module."""
+def cut_out(graph: StepGraph, run: list[fx.Node], name: str) -> Cutout:
+    """Find out what a run gives to others, and which structure it has."""
     inside = set(run)
     outputs = [n for n in run if any(user not in inside for user in n.users)]
-    copy = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for i, node in enumerate(inputs_of(run)):
-        copies[node] = copy.placeholder(f"input_{i}")
-        copies[node].meta["val"] = node.meta["val"]
-    for node in run:
-        copies[node] = copy.node_copy(node, copies.__getitem__)
-    copy.output(tuple(copies[n] for n in outputs))
-    module = fx.GraphModule(torch.nn.Module(), copy, class_name=name)
-    key, _ = structure_key(module, getattr(graph.fake_mode, "shape_env", None))
-    return Cutout(name, run, module, outputs, key)
+    shape_env = getattr(graph.fake_mode, "shape_env", None)
+    return Cutout(name, run, outputs, structure_key(inputs_of(run), run, outputs, shape_env))
 
 
 def lower(graph: StepGraph, cutout: Cutout, structure: Structure) -> None:
@@ -173,11 +176,11 @@ class LowerRegions(Pass):
         cutouts = []
         for i, run in enumerate(runs(graph)):
             layer = stamp_of(run[0]).layer.replace(".", "_") or "root"
-            cutout = extract(graph, run, f"{layer}_{i}")
+            cutout = cut_out(graph, run, f"{layer}_{i}")
             if cutout.outputs:
                 cutouts.append(cutout)
         for cutout in share_compilation(cutouts):
-            CACHE.get(cutout.module, graph.fake_mode)
+            CACHE.get(cutout.key, cutout.module, graph.fake_mode)
         for cutout in cutouts:
-            lower(graph, cutout, CACHE.get(cutout.module, graph.fake_mode))
+            lower(graph, cutout, CACHE.get(cutout.key, cutout.module, graph.fake_mode))
         return Notes(regions=len(cutouts), compiled=CACHE.compilations - before)

@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from fxzero._compat import fresh_tracing_context, inductor_compile, is_fake, is_symbolic
 from fxzero.graph.aliases import view_base
@@ -101,22 +100,31 @@ class RegionCache:
     structures: dict[object, Structure] = field(default_factory=dict)
     compilations: int = 0
 
-    def get(self, module: fx.GraphModule, fake_mode: Any) -> Structure:
-        """The compiled structure of a region, compiling it if it is new."""
-        shape_env = getattr(fake_mode, "shape_env", None)
-        key, symbolic = structure_key(module, shape_env)
+    def get(
+        self, key: StructureKey, module: Callable[[], fx.GraphModule], fake_mode: Any
+    ) -> Structure:
+        """The compiled structure of a region.
+
+        Args:
+            key: what `structure_key` says of it.
+            module: makes the region a module of its own, to compile it if it is new.
+        """
         found = self.structures.get(key)
         if found is None:
-            inputs = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
-            output_nodes = next(iter(reversed(module.graph.nodes))).args[0]
-            roots = output_roots(module.graph)
-            with fresh_tracing_context(fake_mode):
-                run = inductor_compile(module, inputs)
-            values = tuple(n.meta["val"] for n in output_nodes)
-            found = Structure(run, roots, values, keep=shape_env if symbolic else None)
-            self.structures[key] = found
+            found = self.structures[key] = _compile(module(), key, fake_mode)
             self.compilations += 1
         return found
+
+
+def _compile(module: fx.GraphModule, key: StructureKey, fake_mode: Any) -> Structure:
+    inputs = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
+    outputs = next(iter(reversed(module.graph.nodes))).args[0]
+    roots = output_roots(module.graph)
+    values = tuple(n.meta["val"] for n in outputs)
+    with fresh_tracing_context(fake_mode):
+        run = inductor_compile(module, inputs)
+    keep = None if key.environment is None else fake_mode.shape_env
+    return Structure(run, roots, values, keep=keep)
 
 
 CACHE = RegionCache()
@@ -142,28 +150,33 @@ def _describe(value: Any) -> tuple[object, bool]:
     return str(value), is_symbolic(value)
 
 
-def structure_key(module: fx.GraphModule, shape_env: Any) -> tuple[object, bool]:
-    """A key that is equal for regions of equal structure, and whether it is symbolic.
+class StructureKey(NamedTuple):
+    """Equal for regions of equal structure."""
 
-    Symbols mean something only within one shape environment, so that is part of the key
-    of a symbolic region.
-    """
-    index: dict[fx.Node, int] = {}
-    parts: list[object] = []
-    any_symbolic = False
-    for node in module.graph.nodes:
-        index[node] = len(index)
-        if node.op == "placeholder":
-            description, symbolic = _describe(node.meta["val"])
-            any_symbolic |= symbolic
-            parts.append(description)
-            continue
-        arguments = pytree.tree_map_only(
-            fx.Node, lambda n: _Reference(index[n]), (node.args, node.kwargs)
-        )
-        parts.append((node.op, node.target, repr(arguments)))
-    identity = id(shape_env) if any_symbolic else None
-    return (tuple(parts), torch.get_num_threads(), identity), any_symbolic
+    nodes: tuple[object, ...]
+    outputs: tuple[int, ...]
+    num_threads: int
+    environment: int | None
+    """The shape environment's identity if sizes are symbolic: symbols mean something only
+    within one."""
+
+
+def structure_key(
+    inputs: Sequence[fx.Node], run: Sequence[fx.Node], outputs: Sequence[fx.Node], shape_env: Any
+) -> StructureKey:
+    """Describe a run of nodes: what it reads, does, and gives to others."""
+    index = {node: _Reference(position) for position, node in enumerate((*inputs, *run))}
+    described = [_describe(node.meta["val"]) for node in inputs]
+    parts = [description for description, _ in described]
+    for node in run:
+        arguments = fx.map_arg((node.args, node.kwargs), index.__getitem__)
+        parts.append((node.target, repr(arguments)))
+    return StructureKey(
+        tuple(parts),
+        tuple(index[node].position for node in outputs),
+        torch.get_num_threads(),
+        id(shape_env) if any(symbolic for _, symbolic in described) else None,
+    )
 
 
 class _Reference:

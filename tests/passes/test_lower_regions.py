@@ -13,7 +13,7 @@ from fxzero.backend import Compilation
 from fxzero.graph import Role, StepGraph
 from fxzero.graph.stamps import stamp_of
 from fxzero.passes import Context, LowerRegions, ReleaseSaved
-from fxzero.passes.lower_regions import RegionBackend, extract, runs, settle
+from fxzero.passes.lower_regions import Cutout, RegionBackend, cut_out, runs, settle
 from fxzero.runtime.regions import RegionCache, Structure, structure_key
 from tests.tracing import observed, of, sides
 
@@ -41,22 +41,22 @@ _TOWERS = {
 }
 
 
-def modules(graph: StepGraph) -> list[fx.GraphModule]:
+def cutouts(graph: StepGraph) -> list[Cutout]:
     """The regions of a graph, not yet compiled."""
     settle(graph)
-    return [extract(graph, run, f"region_{i}").module for i, run in enumerate(runs(graph))]
+    return [cut_out(graph, run, f"region_{i}") for i, run in enumerate(runs(graph))]
 
 
 def keys(graph: StepGraph) -> list[object]:
     """What tells the structures apart."""
-    return [structure_key(module, None)[0] for module in modules(graph)]
+    return [cutout.key for cutout in cutouts(graph)]
 
 
 def test_a_region_as_text() -> None:
     """A block's forward between its transfers."""
-    (first, *_) = modules(sides(tower(3), zero=3).forward)
+    (first, *_) = cutouts(sides(tower(3), zero=3).forward)
     assert_expected_inline(
-        first.code.strip(),
+        first.module().code.strip(),
         """\
 def forward(self, input_0, input_1, input_2, input_3):
     t = torch.ops.aten.t.default(input_0);  input_0 = None
@@ -94,22 +94,33 @@ def test_structures_differ_where_constants_do() -> None:
         graph = fx.Graph()
         x = graph.placeholder("x")
         x.meta["val"] = torch.empty(4)
-        graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (x, factor)),))
-        return structure_key(fx.GraphModule(nn.Module(), graph), None)[0]
+        product = graph.call_function(torch.ops.aten.mul.Tensor, (x, factor))
+        return structure_key([x], [product], [product], None)
 
     assert scaled(2.0) == scaled(2.0)
     assert scaled(2.0) != scaled(3.0)
 
 
+def test_structures_differ_where_results_do() -> None:
+    """What others read of a region is part of the structure."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4)
+    one = graph.call_function(torch.ops.aten.sin.default, (x,))
+    two = graph.call_function(torch.ops.aten.cos.default, (one,))
+    assert structure_key([x], [one, two], [two], None) != structure_key(
+        [x], [one, two], [one, two], None
+    )
+
+
 def test_a_cache_hit_compiles_nothing() -> None:
     """A region of another graph with an equal structure gets the same callable."""
     cache = RegionCache()
-    (module, *_) = modules(sides(tower(3), zero=3).forward)
-    (again, *_) = modules(sides(tower(6), zero=3).forward)
-    key, _ = structure_key(module, None)
+    (first, *_) = cutouts(sides(tower(3), zero=3).forward)
+    (again, *_) = cutouts(sides(tower(6), zero=3).forward)
     known = Structure(run=list, roots=())
-    cache.structures[key] = known
-    assert cache.get(again, None) is known
+    cache.structures[first.key] = known
+    assert cache.get(again.key, again.module, None) is known
     assert cache.compilations == 0
 
 
