@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -83,6 +84,26 @@ def free_storage(tensor: torch.Tensor) -> None:
     and corrupts the heap (seen after some tens of steps of small gathers).
     """
     torch.ops.inductor.resize_storage_bytes_(tensor, 0)
+
+
+def never_compile_alone(function: Callable[..., Any]) -> None:
+    """Let Dynamo inline a function, but not make a graph of its frame."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
+
+def is_plain_to_local(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's graph is ``x.to_local()`` without arguments.
+
+    A method call in torch 2.13; in 2.11 a function that has closed over its arguments.
+    """
+    if len(node.args) != 1 or node.kwargs:
+        return False
+    if node.op == "call_function" and getattr(node.target, "__name__", "") == "prim_to_local":
+        bound = inspect.getclosurevars(node.target).nonlocals  # type: ignore[arg-type]
+        return not any(bound.values())
+    return node.op == "call_method" and node.target == "to_local"
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:

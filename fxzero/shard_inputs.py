@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from fxzero._compat import dtensor_like, local_fake, local_tensor
+from fxzero._compat import dtensor_like, is_plain_to_local, local_fake, local_tensor
 
 
 def take_local_tensors(
@@ -40,7 +40,7 @@ def take_local_tensors(
     for position, node in enumerate(module.graph.find_nodes(op="placeholder")):
         readers = list(node.users)
         value = node.meta.get("example_value")
-        if not isinstance(value, DTensor) or not all(_is_plain_to_local(n) for n in readers):
+        if not isinstance(value, DTensor) or not all(is_plain_to_local(n) for n in readers):
             continue
         local = local_fake(value)
         inputs[position] = node.meta["example_value"] = local
@@ -51,16 +51,6 @@ def take_local_tensors(
     if positions:
         module.recompile()
     return inputs, tuple(positions)
-
-
-def _is_plain_to_local(node: fx.Node) -> bool:
-    """Whether a node is ``x.to_local()`` without arguments."""
-    return (
-        node.op == "call_method"
-        and node.target == "to_local"
-        and len(node.args) == 1
-        and not node.kwargs
-    )
 
 
 def with_parameters(compiled: Callable[..., Any], positions: tuple[int, ...]) -> Callable[..., Any]:

@@ -1,23 +1,16 @@
 """`fxzero.shard`: parameters become shards, and reading one asks for the full parameter.
 
-    before   linear.weight                    the full parameter
-    after    linear._parameters["weight"]     a DTensor holding this rank's rows
-             linear.weight                    fxzero::unshard(shard, "0/linear.weight", …)
-
 `state_dict`, `parameters()` and optimizers see the shards; `forward`, as its author
-wrote it, sees full parameters. The reading property lives in a subclass made for the
-module, so names, `isinstance` and hooks stay as they were.
+wrote it, sees full parameters: see `fxzero.markers`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +21,7 @@ from fxzero import materialize
 from fxzero._compat import return_free_memory
 from fxzero.errors import FxZeroWarning, ShardingError
 from fxzero.groups import Group, replica_axis, resolve_mesh, shard_axis
+from fxzero.markers import KEYS, STATE, cast_inputs, mark
 from fxzero.params import (
     GradSync,
     ModelState,
@@ -40,10 +34,7 @@ from fxzero.params import (
     remember,
 )
 
-_KEYS = "_fxzero_keys"
-_STATE = "_fxzero_state"
 _SPECS = "_fxzero_specs"
-
 
 _MIXED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Torch normalises low-precision inputs with these modules' own, fp32 parameters, beside
@@ -89,12 +80,12 @@ def shard(
     mesh = resolve_mesh(mesh, _device_type(model, mesh))
     state = ModelState(zero=zero, number=next_model_number())
     make_spec = _spec_maker(state, mesh, param_dtype, reduce_dtype)
-    setattr(model, _STATE, state)
+    setattr(model, STATE, state)
     specs: dict[str, ParamSpec] = {}
     _shard_modules(model, mesh, make_spec, specs, ignored_ids)
     setattr(model, _SPECS, specs)  # keeps the specs alive as long as the model
     if param_dtype is not None:
-        _cast_inputs(model, param_dtype)
+        cast_inputs(model, param_dtype)
     if mesh is not None:
         return_free_memory()
     return model
@@ -149,7 +140,7 @@ def report(model: nn.Module) -> Traffic:
 def model_state(model: nn.Module) -> ModelState | None:
     """The state that `shard` left on a model, looked for below wrappers too."""
     for module in model.modules():
-        state = module.__dict__.get(_STATE)
+        state = module.__dict__.get(STATE)
         if isinstance(state, ModelState):
             return state
     return None
@@ -181,7 +172,7 @@ def _check(
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ShardingError(f"{name}={dtype!r} is no floating-point torch.dtype")
     for path, module in model.named_modules():
-        if _STATE in module.__dict__ or _KEYS in module.__dict__:
+        if STATE in module.__dict__ or KEYS in module.__dict__:
             raise ShardingError(
                 f"{path or 'the model'!s} was sharded before. Call fxzero.shard once, on the "
                 "outermost module, before wrapping it in torch.compile."
@@ -302,7 +293,7 @@ def _shard_modules(
             module._parameters[name] = parameter
             if mesh is not None or spec.compute_dtype != spec.dtype:
                 keys[name] = spec.key
-        _mark(module, keys, getattr(model, _STATE))
+        mark(module, keys, getattr(model, STATE))
     _broadcast_buffers(model, mesh)
 
 
@@ -358,84 +349,3 @@ def _broadcast_buffers(model: nn.Module, mesh: DeviceMesh | None) -> None:
             torch.distributed.broadcast(values, src=0)
             if values.data_ptr() != buffer.data_ptr():
                 buffer.copy_(values)
-
-
-def _reader(name: str) -> property:
-    """A property that reads a parameter as its full self."""
-
-    def read(self: nn.Module) -> Any:
-        parameter = self._parameters[name]
-        if parameter is None:
-            return None
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        keys: dict[str, str] = getattr(self, _KEYS)
-        return torch.ops.fxzero.unshard(local, keys[name], getattr(self, _STATE).sync)
-
-    return property(read)
-
-
-def _refuse_copy(self: nn.Module, *_: Any) -> Any:
-    """A copy would share the original's keys, and with them its kept gradients."""
-    raise ShardingError(
-        f"a sharded {type(self).__name__} cannot be copied or pickled. Copy the model before "
-        "fxzero.shard, or save its state_dict()."
-    )
-
-
-def _flat_weights() -> property:
-    """`nn.LSTM` and its kin keep their weights in a list as well: derive it from the readers."""
-
-    def read(self: nn.RNNBase) -> list[Any]:
-        return [getattr(self, name, None) for name in self._flat_weights_names]
-
-    def write(self: nn.RNNBase, value: list[Any]) -> None:
-        """Torch refreshes the list when a parameter is replaced; there is nothing to refresh."""
-
-    return property(read, write)
-
-
-_classes: dict[tuple[type, tuple[str, ...]], type] = {}
-
-
-def _mark(module: nn.Module, keys: dict[str, str], state: ModelState) -> None:
-    """Give the module a class in which reading a parameter unshards it."""
-    if not keys:
-        return
-    module.__dict__[_KEYS] = keys
-    module.__dict__[_STATE] = state
-    base = type(module)
-    identity = (base, tuple(keys))
-    if identity not in _classes:
-        members: dict[str, Any] = {name: _reader(name) for name in keys}
-        members["__deepcopy__"] = members["__reduce_ex__"] = _refuse_copy
-        if isinstance(module, nn.RNNBase):
-            members["_flat_weights"] = _flat_weights()
-        _classes[identity] = _subclass(base, members)
-    module.__class__ = _classes[identity]
-
-
-def _cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let the model's forward cast its floating-point inputs.
-
-    In a class of its own rather than a hook: Dynamo compiles a hook of the outermost
-    module as a graph of its own.
-    """
-    base = type(model)
-
-    def cast(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return value.to(dtype)
-        return value
-
-    @functools.wraps(base.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = torch.utils._pytree.tree_map(cast, (args, kwargs))
-        return base.forward(self, *args, **kwargs)
-
-    model.__class__ = _subclass(base, {"forward": forward})
-
-
-def _subclass(base: type, members: dict[str, Any]) -> type:
-    """A class that differs from its base in some members and in nothing that shows."""
-    names = {n: getattr(base, n) for n in ("__module__", "__qualname__", "__doc__")}
-    return type(base.__name__, (base,), {**names, **members})
