@@ -101,7 +101,8 @@ def is_plain_to_local(node: fx.Node) -> bool:
     if len(node.args) != 1 or node.kwargs:
         return False
     if node.op == "call_function" and getattr(node.target, "__name__", "") == "prim_to_local":
-        bound = inspect.getclosurevars(node.target).nonlocals  # type: ignore[arg-type]
+        assert callable(node.target)
+        bound = inspect.getclosurevars(node.target).nonlocals
         return not any(bound.values())
     return node.op == "call_method" and node.target == "to_local"
 

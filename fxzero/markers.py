@@ -70,7 +70,7 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _unshard(parameter: nn.Parameter, key: str, sync: str) -> torch.Tensor:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return torch.ops.fxzero.unshard(local, key, sync)  # type: ignore[no-any-return]
+    return torch.ops.fxzero.unshard(local, key, sync)
 
 
 _unshard_eagerly = torch.compiler.disable(_unshard)

@@ -169,7 +169,7 @@ def structure_key(
     described = [_describe(node.meta["val"]) for node in inputs]
     parts = [description for description, _ in described]
     for node in run:
-        arguments = fx.map_arg((node.args, node.kwargs), index.__getitem__)
+        arguments = fx.map_arg((node.args, node.kwargs), index.__getitem__)  # type: ignore[arg-type]  # any object with a repr
         parts.append((node.target, repr(arguments)))
     return StructureKey(
         tuple(parts),
