@@ -263,6 +263,25 @@ def forget_donated_buffers() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
+class _Members(list[fx.Node]):
+    """A list that is quick to say what it contains.
+
+    `_extract_fwd_bwd_modules` adds others to the saved symbols and asks of every forward
+    node whether it is in the sum: quadratic in the depth of a model.
+    """
+
+    _known: frozenset[fx.Node] | None = None
+    """Set on sums, which torch does not change."""
+
+    def __add__(self, other: list[fx.Node]) -> _Members:  # type: ignore[override]
+        total = _Members([*self, *other])
+        total._known = frozenset(total)
+        return total
+
+    def __contains__(self, node: object) -> bool:
+        return super().__contains__(node) if self._known is None else node in self._known
+
+
 def extract_forward_backward(
     joint: fx.GraphModule,
     saved: list[fx.Node],
@@ -276,7 +295,7 @@ def extract_forward_backward(
     from torch._functorch.partitioners import _extract_fwd_bwd_modules
 
     return _extract_fwd_bwd_modules(
-        joint, saved, saved_symbols, num_fwd_outputs=num_forward_outputs
+        joint, saved, _Members(saved_symbols), num_fwd_outputs=num_forward_outputs
     )
 
 
