@@ -76,11 +76,16 @@ def with_parameters(compiled: Callable[..., Any], positions: tuple[int, ...]) ->
 
 
 class _LocalTensors(torch.autograd.Function):
-    """The local tensors of DTensors; their gradients become DTensors of the same layout."""
+    """The local tensors of DTensors; their gradients become DTensors of the same layout.
+
+    A stage-3 backward gathers shards again, so a parameter that changed since the forward
+    would give a wrong gradient. In-place operations on a DTensor do not show in its local
+    tensor's version, which the graph's own check looks at; hence the parameters are saved.
+    """
 
     @staticmethod
     def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
-        ctx.parameters = parameters
+        ctx.save_for_backward(*parameters)
         return tuple(local_tensor(parameter).detach() for parameter in parameters)
 
     @staticmethod
@@ -88,5 +93,5 @@ class _LocalTensors(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
         return tuple(
             None if grad is None else dtensor_like(grad, parameter)
-            for grad, parameter in zip(grads, ctx.parameters, strict=True)
+            for grad, parameter in zip(grads, ctx.saved_tensors, strict=True)
         )

@@ -91,3 +91,15 @@ def test_a_dtensor_that_is_read_otherwise_stays() -> None:
     torch.compile(layer, backend=taken)(torch.ones(2, 3)).sum().backward()
     assert len(taken.positions) == 1, "the bias"
     assert isinstance(layer._parameters["weight"].grad, DTensor)
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_a_parameter_that_changed_since_forward() -> None:
+    """Backward would gather the new one: an error, as eager PyTorch has it."""
+    layer = linear()
+    output = torch.compile(layer, backend=Taken())(torch.ones(2, 3))
+    with torch.no_grad():
+        next(layer.parameters()).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+    assert all(parameter.grad is None for parameter in layer.parameters())
