@@ -201,6 +201,16 @@ def input_index(node: fx.Node) -> int | None:
     return getattr(desc, "idx", None) if type(desc).__name__ == "PlainAOTInput" else None
 
 
+def mutated_index(desc: Any) -> int | None:
+    """Of which input a joint graph's output is the value after the graph has changed it."""
+    if type(desc).__name__ != "InputMutationAOTOutput":
+        return None
+    mutated = desc.mutated_input
+    while mutated is not None and not hasattr(mutated, "idx"):
+        mutated = getattr(mutated, "base", None)
+    return getattr(mutated, "idx", None)
+
+
 def gradient_index(desc: Any) -> int | None:
     """Of which input a joint graph's output is the gradient."""
     if type(desc).__name__ == "SubclassGetAttrAOTOutput":
@@ -250,6 +260,54 @@ def aot_compile(
         decompositions=decompositions,
     )
     return compiler(module, inputs)
+
+
+def trace_joint(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    decompositions: dict[Any, Callable[..., Any]],
+    joint: bool,
+    fake_mode: Any,
+) -> fx.Graph | None:
+    """The joint graph (or the forward alone) of a function of fake tensors, as AOTAutograd has it.
+
+    Returns:
+        A graph of the inputs and the outputs' gradients that returns the outputs, then the
+        inputs' gradients, None where there is none. None if AOTAutograd cannot: above all,
+        if the function changes its inputs, or returns views of them.
+    """
+    from torch._functorch.aot_autograd import aot_export_joint_simple
+
+    def run(*args: Any) -> Any:
+        with fx.traceback.preserve_node_meta():
+            return fx.Interpreter(module).run(*args)
+
+    with fresh_tracing_context(fake_mode):
+        try:
+            traced = aot_export_joint_simple(
+                run, tuple(inputs), trace_joint=joint, decompositions=decompositions
+            )
+        except RuntimeError:  # a real error comes up again when the whole graph is traced
+            return None
+    return traced.graph
+
+
+def tracing_fake_mode() -> Any:
+    """The mode in which AOTAutograd will trace the graph that Dynamo is compiling."""
+    context = torch._guards.TracingContext.try_get()
+    return context.fake_mode if context is not None else None
+
+
+def is_plain_fake(value: Any) -> bool:
+    """Whether a value is a fake tensor that is no subclass of it, and dense."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return type(value) is FakeTensor and value.layout is torch.strided
+
+
+def has_symbolic_shape(value: torch.Tensor) -> bool:
+    """Whether a fake tensor's layout depends on symbols."""
+    return bool(value._has_symbolic_sizes_strides)
 
 
 def forget_donated_buffers() -> None:

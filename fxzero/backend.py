@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fxzero import _compat
 from fxzero.config import Config
 from fxzero.errors import ConfigError, FxZeroError, FxZeroWarning
+from fxzero.fold_layers import Folds, fold_layers, unfold
 from fxzero.graph import StepGraph
 from fxzero.graph.cut import Sides, cut
 from fxzero.graph.verify import check_ranks
@@ -52,6 +53,8 @@ class Compilation:
     """Parameters of a model that was not sharded, by position among the graph's inputs."""
     context: Context = field(default_factory=Context)
     records: list[PassRecord] = field(default_factory=list)
+    folds: Folds = field(default_factory=Folds)
+    """The equal layers that AOTAutograd traces once."""
     specs: dict[str, ParamSpec] = field(default_factory=dict)
     """The parameters in the graph, by key."""
     keep_graphs: bool = False
@@ -72,6 +75,7 @@ class Compilation:
 
     def read(self, module: fx.GraphModule, num_forward_outputs: int) -> StepGraph:
         """Find out which inputs and outputs belong to which parameter."""
+        unfold(module, self.folds)
         specs: dict[str, ParamSpec] = {}
         inputs: dict[fx.Node, str] = {}
         by_index: dict[int, str] = {}
@@ -99,12 +103,18 @@ class Compilation:
                 value = output.args[0][position].meta.get("val")
                 if isinstance(value, torch.Tensor):
                     gradients[position] = by_index[index]
+        changed = {_compat.mutated_index(description) for description in descriptions} - {None}
         return StepGraph(
             module,
             num_forward_outputs=num_forward_outputs,
             specs=specs,
             inputs=inputs,
             gradients=gradients,
+            mutated={
+                node
+                for node in module.graph.find_nodes(op="placeholder")
+                if _compat.input_index(node) in changed
+            },
         )
 
     def schedule(self, graph: StepGraph) -> None:
@@ -202,15 +212,18 @@ def fxzero(
             observe(compilation)
         with _compat.collecting_only_new_objects():
             inputs, local = take_local_tensors(module, example_inputs)
-            compiled = _compat.aot_compile(
-                module,
-                inputs,
-                forward=compilation.lower,
-                backward=compilation.lower,
-                inference=compilation.infer,
-                partition=compilation.partition,
-                decompositions=_decompositions(config),
-            )
+            decompositions = _decompositions(config)
+            compilation.folds = fold_layers(module, decompositions)
+            with compilation.folds:
+                compiled = _compat.aot_compile(
+                    module,
+                    inputs,
+                    forward=compilation.lower,
+                    backward=compilation.lower,
+                    inference=compilation.infer,
+                    partition=compilation.partition,
+                    decompositions=decompositions,
+                )
             return with_parameters(compiled, local)
     except FxZeroError as error:
         raise _compat.passing_through_dynamo(error) from None

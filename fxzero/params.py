@@ -188,6 +188,11 @@ def register(spec: ParamSpec) -> ParamSpec:
     return spec
 
 
+def is_key(text: str) -> bool:
+    """Whether a string is the key of a living parameter."""
+    return text in _specs
+
+
 def spec_of(key: str) -> ParamSpec:
     """Find a spec by its key.
 

@@ -5,12 +5,14 @@
 
 Two things are repeated: what `torch.utils.checkpoint` asked for, and what a few cheap
 operators (views, casts, element-wise) compute from values that backward reads anyway.
-Random operators are never repeated: their results are saved.
+Random operators are never repeated: their results are saved. Nor is what reads an input
+that the forward changes.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -42,11 +44,13 @@ def asked_to_repeat(node: fx.Node) -> bool:
     return checkpoint_tag(node) == "recompute" and is_pure(node)
 
 
-def cheap_expression(node: fx.Node, max_nodes: int) -> list[fx.Node] | None:
+def cheap_expression(
+    node: fx.Node, max_nodes: int, mutated: Collection[fx.Node] = ()
+) -> list[fx.Node] | None:
     """The cheap nodes that compute `node` from what backward has, in graph order.
 
-    Backward has the graph's inputs, what is saved already, and the parameters. None if
-    there is no such expression of at most `max_nodes` nodes.
+    Backward has the graph's inputs but for those `mutated` meanwhile, what is saved already,
+    and the parameters. None if there is no such expression of at most `max_nodes` nodes.
     """
     found: set[fx.Node] = set()
     queue = [node]
@@ -60,6 +64,8 @@ def cheap_expression(node: fx.Node, max_nodes: int) -> list[fx.Node] | None:
         if len(found) > max_nodes:
             return None
         for source in current.all_input_nodes:
+            if source in mutated:
+                return None
             has_it = source.op == "placeholder" or is_saved(source)
             if stamp_of(source).role is Role.UNSHARD:
                 has_it = is_saved(source) or num_bytes(source) <= num_bytes(node)
@@ -119,13 +125,14 @@ class Recompute(Pass):
         for node in reversed(list(graph.nodes(phase=Phase.FORWARD, role=Role.COMPUTE))):
             if not is_saved(node) or node in outputs:
                 continue
-            if asked_to_repeat(node):
+            reads_mutated = not graph.mutated.isdisjoint(node.all_input_nodes)
+            if asked_to_repeat(node) and not reads_mutated:
                 chosen: list[fx.Node] | None = [node]
                 asked += 1
-            elif is_view(node):
+            elif is_view(node) and not reads_mutated:
                 chosen = [node]  # then its base is what is saved, or not
             elif self.max_nodes:
-                chosen = cheap_expression(node, self.max_nodes)
+                chosen = cheap_expression(node, self.max_nodes, graph.mutated)
             else:
                 chosen = None
             if chosen:

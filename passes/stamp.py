@@ -11,7 +11,6 @@ their first use, so that they hold no memory before it.
 from __future__ import annotations
 
 import operator
-import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,6 +19,7 @@ from torch import fx
 
 from fxzero.errors import CaptureError
 from fxzero.graph import Phase, Role, Stamp, StepGraph
+from fxzero.graph.modules import module_path
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.params import layer_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
@@ -28,8 +28,6 @@ _ROLES = {
     torch.ops.fxzero.unshard.default: Role.UNSHARD,
     torch.ops.fxzero.reshard_grad.default: Role.RESHARD,
 }
-_ROOT = re.compile(r"^[LG]\['[^']*'\]\.?")
-_INDEXED = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
 
 
 def ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
@@ -42,17 +40,6 @@ def ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
             found.add(node)
             queue.extend(node.all_input_nodes)
     return found
-
-
-def module_path(node: fx.Node) -> str | None:
-    """The innermost module that a node was traced in, as a path from the root module."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return None
-    path = next(reversed(stack.values()))
-    path = path[0] if isinstance(path, tuple) else path
-    path = _INDEXED.sub(r".\1", _ROOT.sub("", str(path)))
-    return path.replace("_orig_mod.", "").removeprefix("_orig_mod").strip(".")
 
 
 def layers(graph: fx.Graph) -> dict[fx.Node, str]:

@@ -108,6 +108,7 @@ def clone(graph: StepGraph) -> StepGraph:
         num_forward_outputs=graph.num_forward_outputs,
         specs=graph.specs,
         inputs={copies[node]: key for node, key in graph.inputs.items()},
+        mutated={copies[node] for node in graph.mutated},
         gradients=graph.gradients,
     )
 

@@ -71,6 +71,7 @@ class StepGraph:
         specs: the layout of each parameter in it, by key.
         inputs: the key of the parameter that a placeholder holds, by placeholder.
         gradients: the key of the parameter whose gradient an output is, by its position.
+        mutated: placeholders whose tensors hold another value once the forward has run.
     """
 
     def __init__(
@@ -81,12 +82,14 @@ class StepGraph:
         specs: Mapping[str, ParamSpec],
         inputs: Mapping[fx.Node, str] | None = None,
         gradients: Mapping[int, str] | None = None,
+        mutated: Iterable[fx.Node] = (),
     ) -> None:
         self.module = module
         self.num_forward_outputs = num_forward_outputs
         self.specs = dict(specs)
         self.inputs = dict(inputs or {})
         self.gradients = dict(gradients or {})
+        self.mutated = frozenset(mutated)
         self.fake_mode = fake_mode_of(module.graph)
         self._values: dict[object, Any] = {}
         self._origin: fx.Node | None = None

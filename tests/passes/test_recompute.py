@@ -82,11 +82,12 @@ t_1: f32[8, 8] = aten.t(unshard_1)  # forward compute compute down
 mm_1: f32[4, 8] = aten.mm(gelu, t_1)  # forward compute compute down
 sum_1: f32[] = aten.sum(mm_1)  # forward compute compute down
 expand: f32[4, 8] = aten.expand(tangents_1, [4, 8])  # backward compute compute down
-t_2: f32[8, 4] = aten.t(expand)  # backward compute compute down
+clone: f32[4, 8] = aten.clone(expand, memory_format=torch.contiguous_format)  # backward compute compute down
+t_2: f32[8, 4] = aten.t(clone)  # backward compute compute down
 mm_2: f32[8, 8] = aten.mm(t_2, gelu)  # backward compute compute down
 t_3: f32[8, 8] = aten.t(mm_2)  # backward compute compute down
 t_4: f32[8, 8] = aten.t(t_1)  # backward compute compute down
-mm_3: f32[4, 8] = aten.mm(expand, t_4)  # backward compute compute down
+mm_3: f32[4, 8] = aten.mm(clone, t_4)  # backward compute compute down
 t_5: f32[8, 8] = aten.t(t_3)  # backward compute compute down
 reshard_grad: f32[8, 8] = fxzero.reshard_grad(t_5, N/down.weight, reduce)  # backward compute reshard down
 gelu_backward: f32[4, 8] = aten.gelu_backward(mm_3, mm)  # backward compute compute up
@@ -104,9 +105,9 @@ return [sum_1, reshard_grad_1, mm_5, reshard_grad]""",
         """\
 --- before recompute
 +++ after recompute
-@@ -13,7 +13,9 @@
- expand: f32[4, 8] = aten.expand(tangents_1, [4, 8])  # backward compute compute down
- t_2: f32[8, 4] = aten.t(expand)  # backward compute compute down
+@@ -14,7 +14,9 @@
+ clone: f32[4, 8] = aten.clone(expand, memory_format=torch.contiguous_format)  # backward compute compute down
+ t_2: f32[8, 4] = aten.t(clone)  # backward compute compute down
 -mm_2: f32[8, 8] = aten.mm(t_2, gelu)  # backward compute compute down
 +gelu_1: f32[4, 8] = aten.gelu(mm)  # backward compute compute up
 +mm_2: f32[8, 8] = aten.mm(t_2, gelu_1)  # backward compute compute down
@@ -114,9 +115,9 @@ return [sum_1, reshard_grad_1, mm_5, reshard_grad]""",
 -t_4: f32[8, 8] = aten.t(t_1)  # backward compute compute down
 +t_10: f32[8, 8] = aten.t(unshard_1)  # backward compute compute down
 +t_4: f32[8, 8] = aten.t(t_10)  # backward compute compute down
- mm_3: f32[4, 8] = aten.mm(expand, t_4)  # backward compute compute down
+ mm_3: f32[4, 8] = aten.mm(clone, t_4)  # backward compute compute down
  t_5: f32[8, 8] = aten.t(t_3)  # backward compute compute down
-@@ -23,5 +25,6 @@
+@@ -24,5 +26,6 @@
  mm_4: f32[8, 8] = aten.mm(t_6, primals_2)  # backward compute compute up
  t_7: f32[8, 8] = aten.t(mm_4)  # backward compute compute up
 -t_8: f32[8, 8] = aten.t(t)  # backward compute compute up
@@ -199,3 +200,25 @@ def test_checkpointed_attention_can_be_cut() -> None:
     saved = sides(of(Attention, 2, 2, 4, 8), zero=0).saved
     assert saved
     assert all(isinstance(n.meta["val"], Tensor) for n in saved)
+
+
+class ChangesBuffer(nn.Module):
+    """Backward needs what the buffer was before the forward changed it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("shift", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 8) → scalar."""
+        y = self.layer(x + self.shift)
+        self.shift.mul_(3)
+        return y.sum()
+
+
+def test_what_reads_a_changed_input_is_saved() -> None:
+    """It is cheap, and repeated later it would be another value."""
+    graph = scheduled(of(ChangesBuffer, 4, 8), "recompute", zero=0)
+    (shift,) = graph.mutated
+    assert all(stamp_of(user).phase is Phase.FORWARD for user in shift.users)

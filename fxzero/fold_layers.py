@@ -1,0 +1,393 @@
+"""Trace equal layers once: a hundred of them cost AOTAutograd one.
+
+    Dynamo's graph    x_1 = …thirty calls…(x, w_0);  x_2 = …the same thirty…(x_1, w_1)
+    folded            x_1 = call_layer(7, x, w_0);   x_2 = call_layer(8, x_1, w_1)
+    joint graph       layer_forward and layer_backward, one node each per layer
+    unfolded          the layer's own nodes again, forward and backward, for every call
+
+AOTAutograd traces the folded graph, and one layer of each kind on its own. After
+`unfold` nobody can tell the difference, but for the names of nodes. A layer is folded when
+it is a run of calls with one plain output, equal to another run in everything that tracing
+looks at. What is not (a layer that writes its input, returns a view of it, or has symbolic
+shapes) is traced as it stands.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxzero import _compat
+from fxzero.graph.modules import module_path
+from fxzero.params import is_key, layer_of
+
+log = logging.getLogger("fxzero")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive calls of one layer in Dynamo's graph."""
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    """What it reads from outside, in the order of first use."""
+    keys: tuple[str, ...]
+    """The parameters that its markers name, in the order of first use."""
+    output: fx.Node
+    """Its only value that is read outside."""
+    structure: tuple[Any, ...]
+    """Equal for runs that trace to the same graph but for names."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The joint graph of a kind of layer: inputs and a gradient in, an output and gradients out."""
+
+    graph: fx.Graph
+    run: Run
+    """The run that it was traced from."""
+
+    @functools.cached_property
+    def placeholders(self) -> list[fx.Node]:
+        """The layer's inputs, and last the gradient of its output."""
+        return list(self.graph.find_nodes(op="placeholder"))
+
+    @functools.cached_property
+    def _values(self) -> list[Any]:
+        values = next(iter(reversed(self.graph.nodes))).args[0]
+        return list(values)
+
+    @property
+    def output(self) -> fx.Node:
+        """The layer's output."""
+        node: fx.Node = self._values[0]
+        return node
+
+    @functools.cached_property
+    def wanted(self) -> list[bool]:
+        """Which inputs have a gradient; empty in inference."""
+        return [value is not None for value in self._values[1:]]
+
+    @functools.cached_property
+    def gradients(self) -> list[fx.Node]:
+        """The gradients of the inputs that have one."""
+        return [value for value in self._values[1:] if value is not None]
+
+    @functools.cached_property
+    def last_sequence(self) -> int:
+        """The largest sequence number in the graph."""
+        return max((n.meta.get("seq_nr") or 0 for n in self.graph.nodes), default=0)
+
+
+@dataclass
+class Folds:
+    """The folded layers of one compilation."""
+
+    layers: dict[int, tuple[Layer, Run]] = field(default_factory=dict)
+    """What the calls in the graph stand for, by number."""
+
+    def __enter__(self) -> Folds:
+        _calls.update(self.layers)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in self.layers:
+            _calls.pop(number, None)
+        self.layers.clear()  # they hold graphs, and have been unfolded
+
+
+_numbers = itertools.count()
+_calls: dict[int, tuple[Layer, Run]] = {}
+"""The layers of the graphs being traced: an operator's kernel has only a number to go by."""
+
+
+def fold_layers(module: fx.GraphModule, decompositions: dict[Any, Callable[..., Any]]) -> Folds:
+    """Replace equal layers of Dynamo's graph by calls.
+
+    Args:
+        module: Dynamo's graph, changed in place.
+        decompositions: those with which AOTAutograd will trace it.
+
+    Returns:
+        What the calls stand for; a context inside of which the graph can be traced.
+    """
+    kinds: dict[tuple[Any, ...], list[Run]] = defaultdict(list)
+    for run in layer_runs(module.graph):
+        kinds[run.structure].append(run)
+    folds = Folds()
+    fake_mode = _compat.tracing_fake_mode()
+    if fake_mode is None:
+        return folds
+    calls: dict[fx.Node, Run] = {}
+    for equal in kinds.values():
+        layer = trace_layer(equal[0], decompositions, fake_mode) if len(equal) > 1 else None
+        if layer is not None:
+            for run in equal:
+                number = next(_numbers)
+                folds.layers[number] = (layer, run)
+                calls[_call(module.graph, run, number)] = run
+    for call, run in calls.items():
+        run.output.replace_all_uses_with(call)
+    for run in calls.values():
+        for node in reversed(run.nodes):
+            module.graph.erase_node(node)
+    if folds.layers:
+        module.recompile()
+    log.info("folded %d equal layers", len(folds.layers))
+    return folds
+
+
+def layer_runs(graph: fx.Graph) -> Iterator[Run]:
+    """The runs of Dynamo's graph that could be folded."""
+    calls = [n for n in graph.nodes if n.op in ("call_function", "call_method")]
+    if any("example_value" not in n.meta for n in calls):
+        return  # a context is entered, such as autocast: calls mean different things in it
+    for path, nodes in itertools.groupby(
+        (n for n in graph.nodes if n.op not in ("placeholder", "output")),
+        key=lambda n: layer_of(module_path(n) or ""),
+    ):
+        run = _as_run(tuple(nodes)) if path else None
+        if run is not None:
+            yield run
+
+
+def _as_run(nodes: tuple[fx.Node, ...]) -> Run | None:
+    """Describe consecutive nodes, if they have the form of a layer."""
+    inside = set(nodes)
+    outputs = [n for n in nodes if any(user not in inside for user in n.users)]
+    if len(outputs) != 1 or any(n.op == "get_attr" for n in nodes):
+        return None
+    inputs: dict[fx.Node, int] = {}
+    keys: dict[str, int] = {}
+    position = {node: i for i, node in enumerate(nodes)}
+
+    def describe(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            if argument in position:
+                return ("node", position[argument])
+            return ("input", inputs.setdefault(argument, len(inputs)))
+        if isinstance(argument, str) and is_key(argument):
+            return ("key", keys.setdefault(argument, len(keys)))
+        return ("value", type(argument).__name__, repr(argument))
+
+    structure = []
+    for node in nodes:
+        described = [
+            _nested(describe, node.args),
+            _nested(describe, tuple(sorted(node.kwargs.items()))),
+        ]
+        structure.append((node.op, node.target, *described, _describe_value(node)))
+    values = [_describe_value(node) for node in inputs]
+    output = outputs[0]
+    if None in values or any(entry[-1] is None for entry in structure):
+        return None
+    if not _is_plain_output(output):
+        return None
+    structure += values
+    structure.append(("output", position[output]))
+    return Run(nodes, tuple(inputs), tuple(keys), output, tuple(structure))
+
+
+def _nested(describe: Callable[[Any], Any], argument: Any) -> Any:
+    """Apply a function to the leaves of nested tuples, lists, dicts and slices."""
+    if isinstance(argument, (list, tuple)):
+        return (type(argument).__name__, *(_nested(describe, a) for a in argument))
+    if isinstance(argument, dict):
+        return ("dict", *((k, _nested(describe, v)) for k, v in argument.items()))
+    if isinstance(argument, slice):
+        parts = (argument.start, argument.stop, argument.step)
+        return ("slice", *(_nested(describe, p) for p in parts))
+    return describe(argument)
+
+
+def _describe_value(node: fx.Node) -> Any:
+    """All that tracing sees of a value; None for what cannot be folded."""
+    value = node.meta.get("example_value")
+    if isinstance(value, (list, tuple)):
+        parts = tuple(_describe_tensor(v) for v in value)
+        return None if None in parts else (type(value).__name__, parts)
+    return _describe_tensor(value)
+
+
+def _describe_tensor(value: Any) -> Any:
+    if not _compat.is_plain_fake(value) or _compat.has_symbolic_shape(value):
+        return None
+    layout = (tuple(value.shape), value.stride(), value.storage_offset())
+    return (*layout, value.dtype, value.device, value.requires_grad, value.is_conj())
+
+
+def _is_plain_output(node: fx.Node) -> bool:
+    """Whether a gradient of this value can be asked for in the value's own layout."""
+    value = node.meta["example_value"]
+    return isinstance(value, Tensor) and value.is_contiguous() and value.is_floating_point()
+
+
+def trace_layer(
+    run: Run, decompositions: dict[Any, Callable[..., Any]], fake_mode: Any
+) -> Layer | None:
+    """Trace the joint graph of a run; None if AOTAutograd cannot trace it alone."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in run.inputs:
+        copies[node] = graph.placeholder(node.name)
+    for node in run.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output((copies[run.output],))
+    examples = [node.meta["example_value"] for node in run.inputs]
+    joint = torch.is_grad_enabled() and run.output.meta["example_value"].requires_grad
+    with fake_mode:  # Dynamo traced in another one
+        inputs = [_like(v).requires_grad_(v.requires_grad and joint) for v in examples]
+    traced = _compat.trace_joint(
+        fx.GraphModule(nn.Module(), graph), inputs, decompositions, joint, fake_mode
+    )
+    return Layer(traced, run) if traced is not None else None
+
+
+def _call(graph: fx.Graph, run: Run, number: int) -> fx.Node:
+    """Put a call next to the run that it will replace."""
+    with graph.inserting_before(run.output):
+        call = graph.call_function(call_layer, (number, *run.inputs))
+    call.meta = dict(run.output.meta)
+    return call
+
+
+def call_layer(number: int, *inputs: Tensor) -> Tensor:
+    """Stand in for a folded layer while its model is traced."""
+    layer, _ = _calls[number]
+    if any(layer.wanted):
+        return _Call.apply(number, *inputs)
+    return torch.ops.fxzero.layer_forward(list(inputs), number)
+
+
+class _Call(torch.autograd.Function):
+    """The derivative of a folded layer is another opaque call."""
+
+    @staticmethod
+    def forward(ctx: Any, number: int, *inputs: Tensor) -> Tensor:
+        ctx.number = number
+        ctx.save_for_backward(*inputs)
+        output: Tensor = torch.ops.fxzero.layer_forward(list(inputs), number)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        layer, _ = _calls[ctx.number]
+        inputs = list(ctx.saved_tensors)
+        grads = iter(torch.ops.fxzero.layer_backward(inputs, grad.contiguous(), ctx.number))
+        return None, *(next(grads) if wanted else None for wanted in layer.wanted)
+
+
+def _forward_fake(inputs: list[Tensor], number: int) -> Tensor:
+    layer, _ = _calls[number]
+    return _like(layer.output.meta["val"])
+
+
+def _backward_fake(inputs: list[Tensor], grad: Tensor, number: int) -> list[Tensor]:
+    layer, _ = _calls[number]
+    return [_like(gradient.meta["val"]) for gradient in layer.gradients]
+
+
+def _like(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+_library = torch.library.Library("fxzero", "FRAGMENT")
+_library.define("layer_forward(Tensor[] inputs, int number) -> Tensor")
+_library.define("layer_backward(Tensor[] inputs, Tensor grad, int number) -> Tensor[]")
+torch.library.register_fake("fxzero::layer_forward", _forward_fake, lib=_library)
+torch.library.register_fake("fxzero::layer_backward", _backward_fake, lib=_library)
+
+_FORWARD = torch.ops.fxzero.layer_forward.default
+_BACKWARD = torch.ops.fxzero.layer_backward.default
+_MARKERS = (torch.ops.fxzero.unshard.default, torch.ops.fxzero.reshard_grad.default)
+
+
+class _Copy:
+    """A layer's nodes in a joint graph, as one of its runs has them."""
+
+    def __init__(self, layer: Layer, run: Run, first_sequence: int):
+        self._first_sequence = first_sequence
+        self._keys = dict(zip(layer.run.keys, run.keys, strict=True))
+        self._modules = {
+            _stack_key(theirs): ours.meta.get("nn_module_stack")
+            for theirs, ours in zip(layer.run.nodes, run.nodes, strict=True)
+        }
+        self._copies: dict[fx.Node, fx.Node] = {}
+
+    def bind(self, placeholders: Iterable[fx.Node], values: Iterable[fx.Node]) -> None:
+        """Say what the layer's graph reads."""
+        self._copies.update(zip(placeholders, values, strict=True))
+
+    def nodes(self, wanted: Sequence[fx.Node], graph: fx.Graph) -> list[fx.Node]:
+        """The copies of some nodes, made at the graph's insertion point with all they need."""
+        needed: set[fx.Node] = set()
+        queue = [n for n in wanted if n not in self._copies]
+        while queue:
+            node = queue.pop()
+            if node not in needed:
+                needed.add(node)
+                queue.extend(n for n in node.all_input_nodes if n not in self._copies)
+        for node in sorted(needed):
+            copy = graph.create_node(
+                node.op,
+                node.target,
+                fx.map_arg(node.args, self._copies.__getitem__),
+                fx.map_arg(node.kwargs, self._copies.__getitem__),
+                node.name,
+            )
+            if node.target in _MARKERS:
+                copy.args = tuple(
+                    self._keys.get(a, a) if isinstance(a, str) else a for a in copy.args
+                )
+            copy.meta = dict(node.meta)
+            if (sequence := node.meta.get("seq_nr")) is not None:
+                copy.meta["seq_nr"] = self._first_sequence + sequence
+            if (modules := self._modules.get(_stack_key(node))) is not None:
+                copy.meta["nn_module_stack"] = modules
+            self._copies[node] = copy
+        return [self._copies[node] for node in wanted]
+
+
+def _stack_key(node: fx.Node) -> str:
+    return str(node.meta.get("nn_module_stack"))
+
+
+def unfold(module: fx.GraphModule, folds: Folds) -> None:
+    """Put the layers' own nodes back into a traced graph, in place."""
+    graph = module.graph
+    last = max((n.meta.get("seq_nr") or 0 for n in graph.nodes), default=0)
+    copies: dict[int, _Copy] = {}
+    for node in list(graph.nodes):
+        if node.target is _FORWARD:
+            inputs, number = node.args
+            layer, run = folds.layers[number]
+            copy = copies[number] = _Copy(layer, run, last + 1)
+            last += 1 + layer.last_sequence
+            copy.bind(layer.placeholders[: len(inputs)], inputs)
+            with graph.inserting_before(node):
+                (output,) = copy.nodes([layer.output], graph)
+            node.replace_all_uses_with(output)
+            graph.erase_node(node)
+        elif node.target is _BACKWARD:
+            inputs, gradient, number = node.args
+            layer, _ = folds.layers[number]
+            copy = copies[number]
+            copy.bind(layer.placeholders[len(inputs) :], [gradient])
+            parts = list(node.users)
+            wanted = [layer.gradients[part.args[1]] for part in parts]
+            with graph.inserting_before(node):
+                gradients = copy.nodes(wanted, graph)
+            for part, value in zip(parts, gradients, strict=True):
+                part.replace_all_uses_with(value)
+                graph.erase_node(part)
+            graph.erase_node(node)
+    if copies:
+        module.recompile()
