@@ -147,16 +147,44 @@ def fold_layers(module: fx.GraphModule, decompositions: dict[Any, Callable[..., 
 
 def layer_runs(graph: fx.Graph) -> Iterator[Run]:
     """The runs of Dynamo's graph that could be folded."""
-    calls = [n for n in graph.nodes if n.op in ("call_function", "call_method")]
-    if any("example_value" not in n.meta for n in calls):
-        return  # a context is entered, such as autocast: calls mean different things in it
+    within = inside_contexts(graph)
+    if within is None:
+        return
     for path, nodes in itertools.groupby(
         (n for n in graph.nodes if n.op not in ("placeholder", "output")),
         key=lambda n: layer_of(module_path(n) or ""),
     ):
-        run = _as_run(tuple(nodes)) if path else None
+        run_nodes = tuple(nodes)
+        run = _as_run(run_nodes) if path and within.isdisjoint(run_nodes) else None
         if run is not None:
             yield run
+
+
+def inside_contexts(graph: fx.Graph) -> set[fx.Node] | None:
+    """The calls inside of a context such as autocast or no_grad, where they mean other things.
+
+    None if there are calls without a value that are not known to begin or end a context.
+    """
+    depth = 0
+    has_grad = torch.is_grad_enabled()
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        if "example_value" not in node.meta:
+            name = getattr(node.target, "__name__", "")
+            if node.target is torch._C._set_grad_enabled:
+                has_grad = bool(node.args[0])
+            elif name.startswith("_enter_"):
+                depth += 1
+            elif name.startswith("_exit_"):
+                depth -= 1
+            else:
+                return None
+            found.add(node)
+        elif depth or has_grad is not torch.is_grad_enabled():
+            found.add(node)
+    return found
 
 
 def _as_run(nodes: tuple[fx.Node, ...]) -> Run | None:
@@ -212,7 +240,7 @@ def _describe_value(node: fx.Node) -> Any:
     """All that tracing sees of a value; None for what cannot be folded."""
     value = node.meta.get("example_value")
     if isinstance(value, (list, tuple)):
-        parts = tuple(_describe_tensor(v) for v in value)
+        parts = tuple("None" if v is None else _describe_tensor(v) for v in value)
         return None if None in parts else (type(value).__name__, parts)
     return _describe_tensor(value)
 
@@ -273,15 +301,17 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, number: int, *inputs: Tensor) -> Tensor:
         ctx.number = number
-        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
         output: Tensor = torch.ops.fxzero.layer_forward(list(inputs), number)
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         layer, _ = _calls[ctx.number]
-        inputs = list(ctx.saved_tensors)
-        grads = iter(torch.ops.fxzero.layer_backward(inputs, grad.contiguous(), ctx.number))
+        if grad is None:
+            return None, *(None for _ in layer.wanted)
+        # What the layer read is known from its forward, whatever has been written there since.
+        grads = iter(torch.ops.fxzero.layer_backward(grad.contiguous(), ctx.number))
         return None, *(next(grads) if wanted else None for wanted in layer.wanted)
 
 
@@ -290,7 +320,7 @@ def _forward_fake(inputs: list[Tensor], number: int) -> Tensor:
     return _like(layer.output.meta["val"])
 
 
-def _backward_fake(inputs: list[Tensor], grad: Tensor, number: int) -> list[Tensor]:
+def _backward_fake(grad: Tensor, number: int) -> list[Tensor]:
     layer, _ = _calls[number]
     return [_like(gradient.meta["val"]) for gradient in layer.gradients]
 
@@ -301,11 +331,13 @@ def _like(value: Tensor) -> Tensor:
 
 _library = torch.library.Library("fxzero", "FRAGMENT")
 _library.define("layer_forward(Tensor[] inputs, int number) -> Tensor")
-_library.define("layer_backward(Tensor[] inputs, Tensor grad, int number) -> Tensor[]")
+_library.define("layer_backward(Tensor grad, int number) -> Tensor[]")
 torch.library.register_fake("fxzero::layer_forward", _forward_fake, lib=_library)
 torch.library.register_fake("fxzero::layer_backward", _backward_fake, lib=_library)
 
 _FORWARD = torch.ops.fxzero.layer_forward.default
+# Backward needs to know what its forward read, even if nobody reads what it returned.
+fx.node.has_side_effect(_FORWARD)
 _BACKWARD = torch.ops.fxzero.layer_backward.default
 _MARKERS = (torch.ops.fxzero.unshard.default, torch.ops.fxzero.reshard_grad.default)
 
@@ -372,15 +404,16 @@ def unfold(module: fx.GraphModule, folds: Folds) -> None:
             copy = copies[number] = _Copy(layer, run, last + 1)
             last += 1 + layer.last_sequence
             copy.bind(layer.placeholders[: len(inputs)], inputs)
-            with graph.inserting_before(node):
-                (output,) = copy.nodes([layer.output], graph)
-            node.replace_all_uses_with(output)
+            if node.users:
+                with graph.inserting_before(node):
+                    (output,) = copy.nodes([layer.output], graph)
+                node.replace_all_uses_with(output)
             graph.erase_node(node)
         elif node.target is _BACKWARD:
-            inputs, gradient, number = node.args
-            layer, _ = folds.layers[number]
+            gradient, number = node.args
+            layer, run = folds.layers[number]
             copy = copies[number]
-            copy.bind(layer.placeholders[len(inputs) :], [gradient])
+            copy.bind(layer.placeholders[len(run.inputs) :], [gradient])
             parts = list(node.users)
             wanted = [layer.gradients[part.args[1]] for part in parts]
             with graph.inserting_before(node):

@@ -240,11 +240,11 @@ def test_layers_with_other_effects_are_traced_as_they_stand(
     assert traced in ([], [None])
 
 
-@pytest.mark.parametrize("build", [Autocast, Pairs, lambda: Stack(depth=1)])
+@pytest.mark.parametrize("build", [Pairs, lambda: Stack(depth=1)])
 def test_what_is_not_folded(
     build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers in a context, layers with two outputs, a layer of which there is one."""
+    """Layers with two outputs, a layer of which there is one."""
     with traced_layers(monkeypatch) as traced:
         equals_eager(build)
     assert traced == []
@@ -357,3 +357,91 @@ def test_a_numbers_registry_is_left_empty() -> None:
         equals_eager(Fails)
     equals_eager(Stack)
     assert fold_layers._calls == {}
+
+
+class SumInPlace(Stack):
+    """The caller writes what a layer has read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C) → (B, C)."""
+        x = x.clone()
+        for layer in self.layers:
+            x += layer(x)
+        return x
+
+
+class Detached(nn.Module):
+    """A layer that does not look back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C) → (B, C)."""
+        return self.linear(x.detach()).tanh()
+
+
+def relu_and_linear() -> nn.Module:
+    """A layer that does not save its input for backward, so that its caller may change it."""
+    return nn.Sequential(nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+class StraightThrough(torch.autograd.Function):
+    """A gradient for a value that nobody reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.ones_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class ReadByGradientsOnly(Stack):
+    """The forward of the layers is dead, their backward is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C) → (B, C)."""
+        return StraightThrough.apply(super().forward(x)) * 3  # type: ignore[no-any-return]
+
+
+class AfterNoGrad(Stack):
+    """Another context comes before the layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C) → (B, C)."""
+        with torch.no_grad():
+            x = x * 2
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SumInPlace(relu_and_linear),
+        lambda: Stack(Detached),
+        lambda: ReadByGradientsOnly(lambda: nn.Linear(WIDTH, WIDTH)),
+        AfterNoGrad,
+        Autocast,
+    ],
+    ids=["iadd", "detach", "dead forward", "no_grad", "autocast"],
+)
+def test_between_layers(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What happens to a value outside of its layer; a gradient that is None stays None."""
+    torch.manual_seed(0)
+    model = make().double()
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    model(x).square().sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    with traced_layers(monkeypatch) as found:
+        options = {"lower_regions": {"backend": "eager"}}
+        torch.compile(model, backend="fxzero", options=options)(x).square().sum().backward()
+    assert len(found) == 1
+    assert found[0] is not None
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert (parameter.grad is None) == (gradient is None)
+        if gradient is not None:
+            assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-12)
