@@ -11,6 +11,7 @@ hooks stay as they were.
 from __future__ import annotations
 
 import functools
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ STATE = "_fxzero_state"
 """Attribute of a marked module: what all parameters of its model share."""
 
 
+_shown: ContextVar[bool] = ContextVar("shown", default=False)
+"""Whether a module is being printed: reading a parameter must then not communicate."""
+
 _classes: dict[tuple[type, tuple[str, ...]], type] = {}
 
 
@@ -40,6 +44,7 @@ def mark(module: nn.Module, keys: dict[str, str], state: ModelState) -> None:
     identity = (base, tuple(keys))
     if identity not in _classes:
         members: dict[str, Any] = {name: _reader(name) for name in keys}
+        members["extra_repr"] = _extra_repr(base)
         members["__deepcopy__"] = members["__reduce_ex__"] = _refuse_copy
         if isinstance(module, nn.RNNBase):
             members["_flat_weights"] = _flat_weights()
@@ -68,6 +73,24 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
     model.__class__ = _subclass(base, {"forward": forward})
 
 
+def compute_in_fp32(module: nn.Module, result: torch.dtype) -> None:
+    """Let one module of a low-precision model compute in fp32; `result` is what it returns."""
+    base = type(module)
+
+    def cast(value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.to(dtype)
+        return value
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tree_map = torch.utils._pytree.tree_map
+        args, kwargs = tree_map(lambda v: cast(v, torch.float32), (args, kwargs))
+        return tree_map(lambda v: cast(v, result), base.forward(self, *args, **kwargs))
+
+    module.__class__ = _subclass(base, {"forward": forward})
+
+
 def _unshard(parameter: nn.Parameter, key: str, sync: str) -> torch.Tensor:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return torch.ops.fxzero.unshard(local, key, sync)
@@ -82,14 +105,27 @@ def _reader(name: str) -> property:
 
     def read(self: nn.Module) -> Any:
         parameter = self._parameters[name]
-        if parameter is None:
-            return None
+        if parameter is None or (not torch.compiler.is_compiling() and _shown.get()):
+            return parameter
         keys: dict[str, str] = getattr(self, KEYS)
         unshard = _unshard if torch.compiler.is_compiling() else _unshard_eagerly
         return unshard(parameter, keys[name], getattr(self, STATE).sync)
 
     never_compile_alone(read)
     return property(read)
+
+
+def _extra_repr(base: type[nn.Module]) -> Any:
+    """What a module says of itself when printed, on one rank as well as on all."""
+
+    def extra_repr(self: nn.Module) -> str:
+        token = _shown.set(True)
+        try:
+            return base.extra_repr(self)
+        finally:
+            _shown.reset(token)
+
+    return extra_repr
 
 
 def _refuse_copy(self: nn.Module, *_: Any) -> Any:

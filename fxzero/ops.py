@@ -9,6 +9,8 @@ Each has a fake kernel, and an eager kernel that runs a real collective, so that
 uncompiled call, a graph break or a debugger computes the same thing. The backward
 of `unshard` is `reshard_grad`.
 
+    micro_batch(batch, index, count)  -> rows of one micro-batch, in a whole step
+
 Physical, put in the graph by passes next to `_c10d_functional`'s collectives:
 
     keep_grad(grad, param)      -> a zero shard; the full gradient is kept on this rank
@@ -20,13 +22,15 @@ Physical, put in the graph by passes next to `_c10d_functional`'s collectives:
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxzero._compat import backward_keeps_graph, backward_number, free_storage
-from fxzero.params import GradSync, KeptGradient, ParamSpec, spec_of
+from fxzero.errors import FxZeroWarning
+from fxzero.params import GradSync, KeptGradient, ModelState, ParamSpec, spec_of
 
 _c10d = torch.ops._c10d_functional
 
@@ -35,6 +39,7 @@ _library.define("unshard(Tensor shard, str param, str sync) -> Tensor")
 _library.define("reshard_grad(Tensor grad, str param, str sync) -> Tensor")
 _library.define("keep_grad(Tensor grad, str param) -> Tensor")
 _library.define("add_kept_grad(Tensor grad, str param) -> Tensor")
+_library.define("micro_batch(Tensor batch, int index, int count) -> Tensor")
 _library.define("release(Tensor(a!)[] tensors) -> ()")
 _library.define("release_saved(Tensor(a!)[] tensors) -> ()")
 
@@ -105,17 +110,41 @@ def _kept(spec: ParamSpec) -> KeptGradient | None:
     return kept if parameter.grad is not None else None
 
 
+def _warn_of_leftovers(state: ModelState) -> None:
+    """Say so if the last synchronised backward did not reach what was kept before it."""
+    if state.synchronised and state.kept:
+        names = ", ".join(key.partition("/")[2] for key in list(state.kept)[:8])
+        warnings.warn(
+            f"gradients of {names} were kept under fxzero.no_sync, and the synchronised "
+            "micro-batch did not use these parameters: they are not reduced yet, and join the next "
+            "backward that does. Use every parameter in the last micro-batch.",
+            FxZeroWarning,
+            stacklevel=3,
+        )
+    state.synchronised = False
+
+
 def _keep_grad(grad: Tensor, param: str) -> Tensor:
     spec = spec_of(param)
     state = spec.state
+    late = state.synchronised and state.sync == GradSync.REDUCE.value
+    _warn_of_leftovers(state)
     kept = _kept(spec)
     if kept is None:
         kept = state.kept[param] = KeptGradient(grad.to(spec.dtype, copy=True), backward_number())
     else:
         kept.grad.add_(grad)
         kept.backward = backward_number()
-    if state.sync == GradSync.REDUCE.value:  # backward ran after `no_sync` was left
+    if state.sync == GradSync.REDUCE.value:
         state.sync = GradSync.REDUCE_ACCUMULATED.value
+    if late:
+        warnings.warn(
+            f"the gradient of {spec.name}, whose forward ran under fxzero.no_sync, came after the "
+            "synchronised backward: it is kept for the next one. Run the backwards of no_sync "
+            "first, each by its own call.",
+            FxZeroWarning,
+            stacklevel=2,
+        )
     return grad.new_zeros(spec.local_shape, dtype=spec.dtype)
 
 
@@ -124,6 +153,7 @@ def _add_kept_grad(grad: Tensor, param: str) -> Tensor:
     state = spec.state
     kept = _kept(spec)
     state.kept.pop(param, None)
+    state.synchronised = True
     if not state.kept and state.sync == GradSync.REDUCE_ACCUMULATED.value:
         state.sync = GradSync.REDUCE.value
     return kept.grad.add_(grad) if kept is not None else grad.to(spec.dtype, copy=True)
@@ -131,6 +161,15 @@ def _add_kept_grad(grad: Tensor, param: str) -> Tensor:
 
 def _full_like_fake(grad: Tensor, param: str) -> Tensor:
     return grad.new_empty(grad.shape, dtype=spec_of(param).dtype)
+
+
+def _micro_batch(batch: Tensor, index: int, count: int) -> Tensor:
+    rows = batch.shape[0] // count
+    return batch[index * rows : (index + 1) * rows].clone()
+
+
+def _micro_batch_fake(batch: Tensor, index: int, count: int) -> Tensor:
+    return batch.new_empty((batch.shape[0] // count, *batch.shape[1:]))
 
 
 def _release(tensors: list[Tensor]) -> None:
@@ -152,6 +191,7 @@ for _name, _eager, _fake in (
     ("reshard_grad", _reshard_grad, _shard_like_fake),
     ("keep_grad", _keep_grad, _shard_like_fake),
     ("add_kept_grad", _add_kept_grad, _full_like_fake),
+    ("micro_batch", _micro_batch, _micro_batch_fake),
     ("release", _release, _release_fake),
     ("release_saved", _release_saved, _release_fake),
 ):

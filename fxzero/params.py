@@ -70,6 +70,8 @@ class ModelState:
     """A `GradSync` value. A plain string, so that Dynamo guards on it."""
     kept: dict[str, KeptGradient] = field(default_factory=dict)
     """Full gradients kept back by `no_sync`, by parameter key."""
+    synchronised: bool = False
+    """Whether a backward has reduced gradients since the last one that kept some."""
     traffic: Traffic = field(default_factory=Traffic)
     """What compiled graphs of this model have communicated so far."""
 
@@ -216,4 +218,7 @@ def grad_sync(state: ModelState, mode: GradSync) -> Iterator[None]:
     try:
         yield
     finally:
-        state.sync = GradSync.REDUCE_ACCUMULATED.value if state.kept else before
+        if before == GradSync.REDUCE.value and mode is GradSync.ACCUMULATE:
+            # Backwards of what ran inside may still come, and keep something.
+            before = GradSync.REDUCE_ACCUMULATED.value
+        state.sync = before

@@ -86,6 +86,7 @@ class _LocalTensors(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*parameters)
+        ctx.set_materialize_grads(False)  # a parameter without gradient has None, not zeros
         return tuple(local_tensor(parameter).detach() for parameter in parameters)
 
     @staticmethod

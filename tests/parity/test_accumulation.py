@@ -185,3 +185,42 @@ def ask_for_no_sync_in_vain(zero: int) -> None:
     ours = [w for w in caught if issubclass(w.category, fxzero.FxZeroWarning)]
     assert ours, "no FxZeroWarning"
     assert "no_sync" in str(ours[0].message), ours[0].message
+
+
+@on_two_ranks
+@pytest.mark.parametrize("zero", [0, 1])
+def test_both_forwards_before_their_backwards(ranks: Pools, world: int, zero: int) -> None:
+    """The second forward reduces what the first one's backward is still to keep."""
+    ranks(world).run(keep_after_both_forwards, zero)
+
+
+def keep_after_both_forwards(zero: int) -> None:
+    """Job."""
+    example, model, reference = with_reference("gpt", zero)
+    first, second = batches_of(example, 2)
+    for batch in (first, second):
+        example.loss(reference, batch).backward()
+    with fxzero.no_sync(model):
+        kept = example.loss(model, rows_of_rank(first))
+    reduced = example.loss(model, rows_of_rank(second))
+    kept.backward()
+    reduced.backward()
+    assert_same(full_gradients(model), full_gradients(reference), TIGHT)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("zero", [0, 1])
+def test_what_comes_too_late_is_said(ranks: Pools, world: int, zero: int) -> None:
+    """A kept gradient that no reduction has taken along."""
+    ranks(world).run(keep_after_the_reduction, zero)
+
+
+def keep_after_the_reduction(zero: int) -> None:
+    """Job."""
+    example, model, _ = with_reference("mlp", zero)
+    first, second = batches_of(example, 2)
+    with fxzero.no_sync(model):
+        kept = example.loss(model, rows_of_rank(first))
+    example.loss(model, rows_of_rank(second)).backward()
+    with pytest.warns(fxzero.FxZeroWarning, match="came after the synchronised backward"):
+        kept.backward()

@@ -305,3 +305,54 @@ def misspell(options: dict[str, object], hint: str) -> None:
     example.loss(reference, batch).backward()
     example.loss(compile_eagerly(model), rows_of_rank(batch)).backward()
     assert_same(full_gradients(model), full_gradients(reference), TIGHT)
+
+
+# -- what touches parameters without training them
+
+
+@on_two_ranks
+@all_stages
+def test_printing_on_one_rank(ranks: Pools, world: int, zero: int) -> None:
+    """``if rank == 0: print(model)`` must not wait for the other ranks."""
+    ranks(world, timeout_s=60).run(print_on_rank_0, zero)
+
+
+def print_on_rank_0(zero: int) -> None:
+    """Job."""
+    model = fxzero.shard(build(EXAMPLES["mlp"], FLOAT64), zero=zero)
+    if dist.get_rank() == 0:
+        assert "bias=True" in repr(model)
+
+
+class Teacher(nn.Module):
+    """A model with trainable parameters that the loss does not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(4, 4)
+        self.student = nn.Linear(4, 4)
+        self.dropped = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 4) → scalar."""
+        with torch.no_grad():
+            wanted = self.teacher(x)
+        self.dropped(x)
+        return (self.student(x) - wanted).square().sum()
+
+
+@on_two_ranks
+@all_stages
+def test_parameters_without_gradient_have_none(ranks: Pools, world: int, zero: int) -> None:
+    """Zeros instead of None would let weight decay move them."""
+    ranks(world).run(look_for_gradients, zero)
+
+
+def look_for_gradients(zero: int) -> None:
+    """Job."""
+    torch.manual_seed(0)
+    model = fxzero.shard(Teacher(), zero=zero)
+    options = {"lower_regions": {"backend": "eager"}}
+    torch.compile(model, backend="fxzero", options=options)(torch.randn(3, 4)).backward()
+    with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert with_gradient == {"student.weight", "student.bias"}
