@@ -60,6 +60,22 @@ def test_code_is_python() -> None:
     assert result.output.index("gather_layers_0") < result.output.index("torch.ops.aten.mm")
 
 
+def test_json_with_code_and_diff() -> None:
+    """What is asked for is there; an unknown pass is an error here too."""
+    result = call(TARGET, "--json", "--code", "--diff", "bucket")
+    data = json.loads(result.stdout)
+    assert data["code"][0].startswith("# graph 0")
+    assert data["diffs"][0].startswith("--- before bucket")
+    assert call(TARGET, "--json", "--diff", "nope").exit_code == 1
+
+
+def test_code_and_diff() -> None:
+    """Both are printed."""
+    result = call(TARGET, "--code", "--diff", "bucket")
+    assert "--- before bucket" in result.stdout
+    assert "def forward(self" in result.stdout
+
+
 def test_json() -> None:
     """For other programs: nothing but JSON on the standard output."""
     result = call(TARGET, "--json", "--zero", "2")

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from fxzero.cli import tables
 from fxzero.errors import ConfigError, FxZeroError, nearest
@@ -44,20 +45,33 @@ def inspect(
     batch_size: Annotated[int, typer.Option(min=1, help="Passed to example_inputs().")] = 2,
     param_dtype: Annotated[Dtype | None, typer.Option(help="Dtype to compute in.")] = None,
     reduce_dtype: Annotated[Dtype | None, typer.Option(help="Dtype to reduce in.")] = None,
+    step: Annotated[
+        bool, typer.Option(help="Compile the whole step: compile_step, AdamW, clipping.")
+    ] = False,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Of a whole step.")] = 1,
     inference: Annotated[bool, typer.Option(help="Compile a forward alone.")] = False,
     options: Annotated[
         str, typer.Option(help="""Backend options as JSON: '{"prefetch": {"distance": 2}}'.""")
     ] = "{}",
     diff: Annotated[str, typer.Option(help="Show what this pass changed.")] = "",
     code: Annotated[bool, typer.Option(help="Show the scheduled graph as Python.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print JSON: the plan, and with --diff or --code those too."),
+    ] = False,
 ) -> None:
     """Compile a model's training step for any number of ranks, and show what was decided.
 
     Runs in one process, with no accelerator and no memory for the model.
     """
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)  # a pipe has no width: do not fold what may be searched
     try:
+        if micro_batches > 1 and not step:
+            raise ConfigError("--micro-batches has a meaning only with --step")
+        if step and inference:
+            raise ConfigError("--inference compiles a forward alone, --step everything: take one")
         build = load(target)
         captured = capture(
             build,
@@ -68,19 +82,31 @@ def inspect(
             param_dtype=getattr(torch, param_dtype.value) if param_dtype else None,
             reduce_dtype=getattr(torch, reduce_dtype.value) if reduce_dtype else None,
             training=not inference,
+            step=step,
+            micro_batches=micro_batches,
             options={**_mapping(options), "keep_text": bool(diff)},
         )
         plan = Plan.of(captured)
         if as_json:
-            typer.echo(json.dumps(plan.to_json(), indent=1, default=str))
-        elif diff:
-            tables.print_diff(console, captured, diff)
-        elif code:
-            tables.print_code(console, captured)
-        else:
+            data = plan.to_json()
+            if diff:
+                data["diffs"] = tables.diffs(captured, diff)
+            if code:
+                data["code"] = tables.codes(captured)
+            typer.echo(json.dumps(data, indent=1, default=str))
+        elif not (diff or code):
             tables.print_plan(console, plan)
+        else:
+            texts = tables.diffs(captured, diff) if diff else []
+            for text in texts:
+                tables.print_text(console, text, "diff")
+            for text in tables.codes(captured) if code else []:
+                tables.print_text(console, text, "python")
     except FxZeroError as error:
-        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
+        message = str(error).partition("\n\nSet TORCHDYNAMO_VERBOSE")[0]
+        Console(stderr=True).print(
+            f"[bold red]{type(error).__name__}[/]: {escape(message)}", highlight=False
+        )
         raise typer.Exit(1) from None
 
 

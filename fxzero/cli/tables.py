@@ -74,7 +74,7 @@ def transfers_table(plan: Plan) -> Table:
     return table
 
 
-def print_diff(console: Console, captured: Capture, name: str) -> None:
+def diffs(captured: Capture, name: str) -> list[str]:
     """What a pass changed, in each graph.
 
     Raises:
@@ -84,22 +84,20 @@ def print_diff(console: Console, captured: Capture, name: str) -> None:
     found = [r for r in records if r.name == name]
     if not found:
         raise ConfigError(f"no pass {name!r} ran: {nearest(name, {r.name for r in records})}")
-    for record in found:
-        text = record.diff() or f"# {name} changed nothing here: {record.notes}"
-        _print_text(console, text, "diff")
+    return [r.diff() or f"# {name} changed nothing here: {r.notes}" for r in found]
 
 
-def print_code(console: Console, captured: Capture) -> None:
+def codes(captured: Capture) -> list[str]:
     """The scheduled graphs as Python: node order is launch order."""
+    found = []
     for number, compilation in enumerate(captured.compilations):
-        if compilation.joint is None:
-            continue
-        source = compilation.joint.graph.python_code("self", verbose=False).src
-        text = f"# graph {number}\n{source.strip()}"
-        _print_text(console, text, "python")
+        if compilation.joint is not None:
+            source = compilation.joint.graph.python_code("self", verbose=False).src
+            found.append(f"# graph {number}\n{source.strip()}")
+    return found
 
 
-def _print_text(console: Console, text: str, language: str) -> None:
+def print_text(console: Console, text: str, language: str) -> None:
     """Coloured on a terminal; elsewhere every line whole, for pipes."""
     if console.is_terminal:
         console.print(Syntax(text, language, background_color="default"))

@@ -20,6 +20,7 @@ from fxzero import _compat, backend
 from fxzero.errors import CaptureError, ConfigError
 from fxzero.runtime.regions import fresh_cache
 from fxzero.sharding import shard
+from fxzero.step import compile_step
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ def capture(
     reduce_dtype: torch.dtype | None = None,
     options: Mapping[str, Any] | None = None,
     training: bool = True,
+    step: bool = False,
+    micro_batches: int = 1,
 ) -> Capture:
     """Compile one step of a model for `world_size` ranks.
 
@@ -91,6 +94,8 @@ def capture(
         options: the backend's; regions are not compiled unless asked for.
         training: also compile backward, from the model's loss: a scalar output, its
             ``loss``, or else the sum of its first output.
+        step: compile the whole step by `fxzero.compile_step`, with AdamW and clipping.
+        micro_batches: of a whole step.
 
     Raises:
         CaptureError: what `build` returned cannot be called.
@@ -104,13 +109,49 @@ def capture(
             model, batch = _model_and_batch(build(), batch_size)
             num_parameters = sum(p.numel() for p in model.parameters())
             shard(model, zero, mesh=mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-            compiled = torch.compile(model, backend="fxzero", options=settings)
-            with contextlib.nullcontext() if training else torch.no_grad():
-                output = compiled(*batch)
-            if training:
-                loss_of(output).backward()
+            if step:
+                _run_step(model, batch, micro_batches, settings)
+            else:
+                _run(model, batch, training, settings)
     torch._dynamo.reset()
     return Capture(tuple(compilations), num_parameters, world_size, zero)
+
+
+def _run(
+    model: nn.Module, batch: tuple[Any, ...], training: bool, settings: Mapping[str, Any]
+) -> None:
+    """Compile forward and backward by running them."""
+    compiled = torch.compile(model, backend="fxzero", options=dict(settings))
+    with contextlib.nullcontext() if training else torch.no_grad():
+        output = compiled(*batch)
+    if training:
+        loss_of(output).backward()
+
+
+class _Loss(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *batch: Any) -> Tensor:
+        return loss_of(self.model(*batch))
+
+
+def _run_step(
+    model: nn.Module, batch: tuple[Any, ...], micro_batches: int, settings: Mapping[str, Any]
+) -> None:
+    """Compile a whole step by running it."""
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = compile_step(
+        _Loss(model),
+        optimizer,
+        micro_batches=micro_batches,
+        clip_grad_norm=1.0,
+        options=settings,
+    )
+    step(*batch)
 
 
 def _model_and_batch(built: Any, batch_size: int) -> tuple[nn.Module, tuple[Any, ...]]:

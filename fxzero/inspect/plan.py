@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fxzero.graph import Lane, StepGraph
+from fxzero.graph import Lane, Phase, StepGraph
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.step_graph import Transfer
 from fxzero.inspect.capture import Capture
@@ -70,7 +70,11 @@ class Plan:
 
     def elements(self, lane: str) -> int:
         """Elements that one lane moves in a step."""
-        return sum(row.num_elements for row in self.transfers if row.lane == lane)
+        return sum(row.num_elements for row in self._moved() if row.lane == lane)
+
+    def _moved(self) -> list[TransferRow]:
+        """Transfers of parameters and gradients: all but the norm's single number."""
+        return [row for row in self.transfers if row.phase != Phase.OPTIMIZER.value]
 
     def wire_elements(self) -> int:
         """Elements per rank and step, counted as in the table of ZeRO stages.
@@ -78,7 +82,7 @@ class Plan:
         An all-reduce is a reduce-scatter and an all-gather, and counts twice.
         """
         return sum(
-            row.num_elements * (2 if "all_reduce" in row.operator else 1) for row in self.transfers
+            row.num_elements * (2 if "all_reduce" in row.operator else 1) for row in self._moved()
         )
 
     def to_json(self) -> dict[str, Any]:
