@@ -16,7 +16,9 @@ from typing import Any, TypeVar, Union
 
 from fxzero.errors import ConfigError, nearest
 from fxzero.passes import (
+    Accumulate,
     Bucket,
+    ClipGrads,
     LowerRegions,
     LowerTransfers,
     Pass,
@@ -26,6 +28,7 @@ from fxzero.passes import (
     ShardGrads,
     ShardParams,
     StampNodes,
+    Update,
 )
 
 T = TypeVar("T")
@@ -39,6 +42,12 @@ class Config:
     """Settings that cannot take effect are errors, not warnings."""
     keep_text: bool = False
     """Record the graph's text before and after each pass, for diffs."""
+    stop_unless_finite: bool = False
+    """In whole steps: raise NonFiniteGradientError, with the parameters' names, before a gradient
+    that is infinite or not a number changes anything. (fp16 skips such steps instead.)"""
+    cuda_graph: bool = False
+    """In whole steps on CUDA: replay the step as one CUDA graph. Not for optimizers that run
+    their own ``step()``, nor with `stop_unless_finite`, which waits for the GPU."""
     recompute: Recompute = field(default_factory=Recompute)
     bucket: Bucket = field(default_factory=Bucket)
     prefetch: Prefetch = field(default_factory=Prefetch)
@@ -63,6 +72,26 @@ class Config:
             ShardParams(),
             ShardGrads(),
             self.bucket,
+            self.prefetch,
+        ]
+
+    def step_passes(self, micro_batches: int, max_norm: float | None, scaled: bool) -> list[Pass]:
+        """The passes of a graph that ends in the update, in order.
+
+        Args:
+            max_norm: what gradients are clipped to.
+            scaled: whether the loss is scaled.
+        """
+        stop = self.stop_unless_finite and not scaled
+        return [
+            StampNodes(),
+            self.recompute,
+            Accumulate(micro_batches),
+            ShardParams(),
+            ShardGrads(),
+            self.bucket,
+            ClipGrads(max_norm=max_norm, unscale=scaled, stop_unless_finite=stop),
+            Update(),
             self.prefetch,
         ]
 

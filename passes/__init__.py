@@ -4,8 +4,10 @@
 the cut. The order is the one that the contracts ask for, and it is checked.
 """
 
+from fxzero.passes.accumulate import Accumulate
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.passes.bucket import Bucket
+from fxzero.passes.clip_grads import ClipGrads
 from fxzero.passes.lower_regions import LowerRegions
 from fxzero.passes.lower_transfers import LowerTransfers
 from fxzero.passes.prefetch import Prefetch
@@ -14,6 +16,7 @@ from fxzero.passes.release_saved import ReleaseSaved
 from fxzero.passes.shard_grads import ShardGrads
 from fxzero.passes.shard_params import ShardParams
 from fxzero.passes.stamp import StampNodes
+from fxzero.passes.update import Update
 
 JOINT: tuple[type[Pass], ...] = (
     StampNodes,
@@ -23,12 +26,26 @@ JOINT: tuple[type[Pass], ...] = (
     Bucket,
     Prefetch,
 )
+STEP: tuple[type[Pass], ...] = (
+    StampNodes,
+    Recompute,
+    Accumulate,
+    ShardParams,
+    ShardGrads,
+    Bucket,
+    ClipGrads,
+    Update,
+    Prefetch,
+)
 SIDES: tuple[type[Pass], ...] = (LowerTransfers, ReleaseSaved, LowerRegions)
 
 __all__ = [
     "JOINT",
     "SIDES",
+    "STEP",
+    "Accumulate",
     "Bucket",
+    "ClipGrads",
     "Context",
     "Fact",
     "LowerRegions",
@@ -41,4 +58,5 @@ __all__ = [
     "ShardGrads",
     "ShardParams",
     "StampNodes",
+    "Update",
 ]

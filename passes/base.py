@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from fxzero.graph import StepGraph
+from fxzero.optimizers import OptimizerLayout
 
 
 class Fact(StrEnum):
@@ -22,6 +23,8 @@ class Fact(StrEnum):
     """Every node has a stamp."""
     RECOMPUTED = "recomputed"
     """Backward repeats what it shall not read from forward."""
+    ACCUMULATED = "accumulated"
+    """Every micro-batch of the step has its forward and backward."""
     GATHERED = "gathered"
     """Full parameters come from physical gathers and end in releases."""
     REDUCED = "reduced"
@@ -30,8 +33,10 @@ class Fact(StrEnum):
     """Transfers carry buckets of parameters."""
     SCHEDULED = "scheduled"
     """Node order is launch order."""
+    UPDATED = "updated"
+    """Gradients end in updates of the parameters, and nothing else."""
     CUT = "cut"
-    """The graph is one side of the step, forward or backward."""
+    """The graph is what will be called: one side of the step, or all of it."""
     RELEASED = "released"
     """Saved activations end at their last use in backward."""
     LOWERED = "lowered"
@@ -61,6 +66,8 @@ class Notes(Mapping[str, object]):
 class Context:
     """What all passes of one compilation share."""
 
+    optimizer: OptimizerLayout | None = None
+    """What updates the parameters, in a whole step."""
     warnings: list[str] = field(default_factory=list)
     """Settings that could not take effect; errors under ``strict=True``."""
 

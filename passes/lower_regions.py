@@ -20,9 +20,9 @@ import torch
 from torch import fx
 
 from fxzero._compat import is_symbolic
-from fxzero.graph import Lane, Role, StepGraph
+from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
-from fxzero.graph.operators import writes_memory
+from fxzero.graph.operators import is_random, writes_memory
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.runtime.regions import CACHE, Region, Structure, StructureKey, structure_key
@@ -40,6 +40,10 @@ class RegionBackend(StrEnum):
 def is_lowerable(node: fx.Node) -> bool:
     """Whether a node may be part of a region."""
     if node.op != "call_function" or stamp_of(node).role is not Role.COMPUTE:
+        return False
+    if stamp_of(node).phase is Phase.OPTIMIZER or is_random(node):
+        return False
+    if node.target is operator.getitem and not is_lowerable(node.all_input_nodes[0]):
         return False
     if node.target is not operator.getitem and not isinstance(node.target, torch._ops.OpOverload):
         return False
@@ -72,10 +76,15 @@ def runs(graph: StepGraph) -> list[list[fx.Node]]:
         if not is_lowerable(node):
             found.append([])
             continue
-        if found[-1] and stamp_of(found[-1][-1]).layer != stamp_of(node).layer:
+        if found[-1] and _place(found[-1][-1]) != _place(node):
             found.append([])
         found[-1].append(node)
     return [run for run in found if not all(is_view(n) for n in run)]
+
+
+def _place(node: fx.Node) -> tuple[str, int]:
+    """What the nodes of a run have in common."""
+    return stamp_of(node).layer, stamp_of(node).micro_step
 
 
 @dataclass(frozen=True)

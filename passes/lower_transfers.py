@@ -57,10 +57,10 @@ def one_reduce_scatter(sent: fx.Node, op: str, size: int, group: str) -> tuple[C
 
 
 def one_all_reduce(sent: fx.Node, op: str, group: str) -> tuple[Call, Call]:
-    """How to average one tensor over the ranks."""
-    assert op == "avg"
+    """How to average, or to sum, one tensor over the ranks."""
+    assert op in ("avg", "sum")
     launch = (collectives.all_reduce, (sent, group, is_own(sent)))
-    return launch, (collectives.join_sum, (group_size(group),))
+    return launch, (collectives.join_sum, (group_size(group) if op == "avg" else 1,))
 
 
 def group_size(group: str) -> int:

@@ -6,11 +6,14 @@
 Waits go to the beginning of the layer that needs them, launches before the wait of the
 bucket `distance` earlier. A reduce is launched where its layer's backward ends and
 joined after `reduce_distance` further launches, so that the full gradients in flight
-stay bounded. The set of nodes stays as it was: only the order changes.
+stay bounded. In a whole step, what follows a reduce (the sum over micro-steps, the update)
+runs as soon as it can, between two layers. The set of nodes stays as it was: only the order
+changes.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from dataclasses import dataclass
 from enum import IntEnum
@@ -19,7 +22,7 @@ from typing import ClassVar
 from torch import fx
 
 from fxzero.errors import ConfigError
-from fxzero.graph import Lane, Phase, Role, StepGraph
+from fxzero.graph import Lane, Phase, Role, Segment, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import Transfer
@@ -36,12 +39,12 @@ class Slot(IntEnum):
 
 
 class Timeline:
-    """One phase's compute nodes in order, and what is to be placed between them."""
+    """One segment's compute nodes in order, and what is to be placed between them."""
 
-    def __init__(self, graph: StepGraph, phase: Phase) -> None:
-        self.transfers = graph.transfers(phase=phase)
+    def __init__(self, graph: StepGraph, segment: Segment) -> None:
+        self.transfers = graph.transfers(segment=segment)
         moved = {node for t in self.transfers for node in _all(t)}
-        nodes = list(graph.nodes(phase=phase))
+        nodes = [n for n in graph.nodes(segment=segment) if not is_follower(n)]
         self.releases = [n for n in nodes if stamp_of(n).role is Role.RELEASE]
         self.compute = [n for n in nodes if n not in moved and n not in set(self.releases)]
         self.position = {node: i for i, node in enumerate(self.compute)}
@@ -63,6 +66,11 @@ class Timeline:
             end += 1
         return end
 
+    def boundaries(self) -> set[fx.Node]:
+        """Compute nodes that begin a run, and everything that is no compute."""
+        begins = {self.compute[position] for position in set(self.start)}
+        return begins | {node for nodes in self.slots.values() for node in nodes}
+
     def first_use(self, nodes: list[fx.Node]) -> int:
         """The position of the first compute node that reads one of `nodes`."""
         users = (self.position.get(u) for n in nodes for u in n.users)
@@ -70,7 +78,13 @@ class Timeline:
 
     def last_source(self, nodes: list[fx.Node]) -> int:
         """One past the position of the last compute node that makes one of `nodes`."""
-        return max((self.position[n] + 1 for n in nodes if n in self.position), default=0)
+        ends = [0]
+        for node in nodes:
+            if node in self.position:
+                ends.append(self.position[node] + 1)
+            elif node.op == "call_function" and is_follower(node):
+                ends.append(self.last_source(node.all_input_nodes))
+        return max(ends)
 
     def place(self, position: int, slot: Slot, nodes: list[fx.Node]) -> None:
         """Put nodes before the compute node at `position`."""
@@ -85,6 +99,73 @@ class Timeline:
             if i < len(self.compute):
                 out.append(self.compute[i])
         return out
+
+
+def is_follower(node: fx.Node) -> bool:
+    """Whether a node runs as soon as it can, between two runs of compute."""
+    stamp = stamp_of(node)
+    return stamp.phase is Phase.OPTIMIZER or stamp.role is Role.ACCUMULATE
+
+
+def with_followers(
+    order: list[fx.Node], followers: list[fx.Node], boundaries: set[fx.Node]
+) -> list[fx.Node]:
+    """Put each follower where what it reads is there, and what it changes has been read.
+
+    Args:
+        boundaries: the nodes of `order` before which there is room.
+    """
+    missing = {node: _awaited(node) for node in followers}
+    waiting: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node, needed in missing.items():
+        for source in needed:
+            waiting[source].append(node)
+    rank = {node: i for i, node in enumerate(followers)}
+    ready = [rank[node] for node, needed in missing.items() if not needed]
+    out: list[fx.Node] = []
+
+    def emit(node: fx.Node) -> None:
+        out.append(node)
+        for follower in waiting.pop(node, ()):
+            missing[follower].discard(node)
+            if not missing[follower]:
+                heapq.heappush(ready, rank[follower])
+
+    def flush() -> None:
+        while ready:
+            emit(followers[heapq.heappop(ready)])
+
+    for node in order:
+        if node in boundaries:
+            flush()
+        emit(node)
+    flush()
+    assert len(out) == len(order) + len(followers), "followers wait for each other"
+    return out
+
+
+def _awaited(node: fx.Node) -> set[fx.Node]:
+    """What must run before a follower: its sources, and all readers of what it changes."""
+    needed = {n for n in node.all_input_nodes if n.op == "call_function"}
+    if stamp_of(node).role is Role.UPDATE:
+        for source in node.all_input_nodes:
+            if source.op == "placeholder" and stamp_of(source).phase is not Phase.OPTIMIZER:
+                needed |= {reader for reader in readers(source) if reader < node}
+    return needed - {node}
+
+
+def readers(source: fx.Node) -> set[fx.Node]:
+    """Everything that reads a node's memory: through views, and in collectives until joined."""
+    found: set[fx.Node] = set()
+    queue = [source]
+    while queue:
+        for user in queue.pop().users:
+            if user in found or user.op == "output":
+                continue
+            found.add(user)
+            if is_view(user) or stamp_of(user).role in (Role.PREPARE, Role.LAUNCH, Role.PART):
+                queue.append(user)
+    return found
 
 
 def _all(transfer: Transfer) -> list[fx.Node]:
@@ -137,16 +218,19 @@ def place_reduces(timeline: Timeline, distance: int) -> int:
         at = timeline.run_end(made - 1) if made > 0 else 0
         launches.append((min(at, timeline.first_use(transfer.results)), i, transfer))
     in_flight: list[Transfer] = []
+    missing = {t.launch: set(_sources(t)) for t in second_stage.values()}
 
     def join_oldest(at: int) -> None:
         transfer = in_flight.pop(0)
         timeline.place(at, Slot.REDUCE, _join(transfer))
-        onward = {
-            id(second_stage[n]): second_stage[n] for n in _join(transfer) if n in second_stage
-        }
-        for after in onward.values():
-            timeline.place(at, Slot.REDUCE, _launch(after))
-            in_flight.append(after)
+        for node in _join(transfer):
+            after = second_stage.get(node)
+            if after is None:
+                continue
+            missing[after.launch].discard(node)
+            if not missing[after.launch]:
+                timeline.place(at, Slot.REDUCE, _launch(after))
+                in_flight.append(after)
 
     for at, _, transfer in sorted(launches, key=lambda launch: launch[:2]):
         while in_flight and len(in_flight) >= max(distance, 1):
@@ -212,11 +296,14 @@ class Prefetch(Pass):
         """See the module's docstring."""
         gathers = reduces = 0
         order: list[fx.Node] = []
-        for phase in Phase:
-            timeline = Timeline(graph, phase)
+        boundaries: set[fx.Node] = set()
+        for segment in graph.segments():
+            timeline = Timeline(graph, segment)
             gathers += place_gathers(timeline, self.distance)
             reduces += place_reduces(timeline, self.reduce_distance)
             place_releases(timeline)
             order += timeline.order()
-        graph.reorder(order)
-        return Notes(gathers=gathers, reduces=reduces)
+            boundaries |= timeline.boundaries()
+        followers = [node for node in graph.nodes() if is_follower(node)]
+        graph.reorder(with_followers(order, followers, boundaries))
+        return Notes(gathers=gathers, reduces=reduces, followers=len(followers))

@@ -6,7 +6,8 @@
 A parameter that was read many times has many gradients: they are summed first and
 reduced once. Parameters that are not sharded (stage 0, scalars) are all-reduced; on a
 two-axis mesh a shard is all-reduced across its replicas after the reduce-scatter. Under
-`no_sync` full gradients are kept instead.
+`no_sync` full gradients are kept instead. In a step of several micro-batches, stages 2 and
+3 reduce every one's gradients, stages 0 and 1 their sum.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import fx
 
 from fxzero.errors import PassError
-from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
+from fxzero.graph import Lane, Phase, Role, Segment, Stamp, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.stamps import stamp_of
 from fxzero.groups import Group
@@ -130,34 +131,106 @@ def _sum(graph: StepGraph, grads: list[fx.Node], stamp: Stamp) -> fx.Node:
     return total
 
 
-def place(
-    graph: StepGraph, spec: ParamSpec, markers: list[fx.Node], grads: list[fx.Node]
-) -> fx.Node:
-    """Emit what follows the last of a parameter's full gradients; return what leaves the graph."""
-    stamp = Stamp(
-        Phase.BACKWARD,
-        Lane.REDUCE,
-        layer=spec.layer,
-        params=(spec.key,),
-        made_by="shard_grads",
-    )
-    sync = str(markers[0].args[2]) if markers else GradSync.REDUCE.value
-    last = max((g for g in grads if g.op != "placeholder"), default=None)
-    anchor = last if last is not None else next(iter(graph.nodes(phase=Phase.BACKWARD)))
-    following = anchor.next
-    with graph.graph.inserting_before(following), graph.made_for(markers[0] if markers else anchor):
+@dataclass(frozen=True)
+class Partial:
+    """One micro-step's part of a parameter's gradient."""
+
+    markers: list[fx.Node]
+    """The gradient's markers; none if the model has none."""
+    grads: list[fx.Node]
+    """Full gradients, to be summed."""
+    segment: Segment
+    """The backward that computes them."""
+
+
+def partials(graph: StepGraph, node: fx.Node, marked: bool) -> list[Partial]:
+    """Take apart what a graph returns as a parameter's gradient, in order of summation."""
+    found = []
+    for term in accumulated(node):
+        markers = full_gradients(term) if marked else []
+        grads = [marker.all_input_nodes[0] for marker in markers] or [term]
+        segment = Segment(Phase.BACKWARD, stamp_of(term).micro_step)
+        found.append(Partial(markers, grads, segment))
+    return found
+
+
+def accumulated(node: fx.Node) -> list[fx.Node]:
+    """The gradients of the micro-steps whose sum a node is."""
+    terms = []
+    while stamp_of(node).role is Role.ACCUMULATE:
+        node, term = node.all_input_nodes
+        terms.append(term)
+    return [node, *reversed(terms)]
+
+
+def place(graph: StepGraph, spec: ParamSpec, parts: list[Partial]) -> fx.Node:
+    """Emit what follows a parameter's full gradients; return what leaves the graph.
+
+    Stages 2 and 3 reduce each micro-step's gradient and add up shards; the others add up
+    full gradients, in the parameter's own dtype, and reduce their sum.
+    """
+    reduce_each = spec.zero >= 2
+    total: fx.Node | None = None
+    for part in parts:
+        last = max((g for g in part.grads if g.op != "placeholder"), default=None)
+        anchor = last if last is not None else next(graph.nodes(segment=part.segment))
         compute = Stamp(
-            Phase.BACKWARD, layer=stamp_of(anchor).layer, params=(spec.key,), made_by="shard_grads"
+            Phase.BACKWARD,
+            layer=stamp_of(anchor).layer,
+            params=(spec.key,),
+            made_by="shard_grads",
+            micro_step=part.segment.micro_step,
         )
-        total = _sum(graph, grads, compute)
-        keep = replace(stamp, role=Role.KEEP)
-        if sync == GradSync.ACCUMULATE.value:
-            return graph.call(torch.ops.fxzero.keep_grad.default, (total, spec.key), stamp=keep)
-        if sync == GradSync.REDUCE_ACCUMULATED.value:
-            total = graph.call(
-                torch.ops.fxzero.add_kept_grad.default, (total, spec.key), stamp=keep
-            )
-        return reduce(graph, total, spec, stamp, compute)
+        stamp = replace(compute, lane=Lane.REDUCE, layer=spec.layer)
+        origin = part.markers[0] if part.markers else anchor
+        with graph.graph.inserting_before(anchor.next), graph.made_for(origin):
+            grad = _sum(graph, part.grads, compute)
+            if len(parts) > 1 and not reduce_each:
+                grad = _own(graph, grad, spec.dtype, compute)
+            if reduce_each or len(parts) == 1:
+                grad = _synchronise(graph, grad, spec, part.markers, stamp, compute)
+            if len(parts) > 1 and reduce_each and spec.shard_group is None:
+                grad = _own(graph, grad, spec.dtype, compute)
+            if total is None:
+                total = grad
+            else:
+                role = replace(compute, role=Role.ACCUMULATE)
+                total = graph.call(_aten.add_.Tensor, (total, grad), stamp=role)
+            if part is parts[-1] and len(parts) > 1 and not reduce_each:
+                total = _synchronise(graph, total, spec, part.markers, stamp, compute)
+    assert total is not None
+    return total
+
+
+def _own(graph: StepGraph, grad: fx.Node, dtype: torch.dtype, compute: Stamp) -> fx.Node:
+    """A gradient that others may be added to in place: contiguous, and in nobody's sight."""
+    value: torch.Tensor = grad.meta["val"]
+    if value.dtype != dtype:
+        return graph.call(_aten._to_copy.default, (grad,), {"dtype": dtype}, stamp=compute)
+    others = [u for u in grad.users if stamp_of(u).role not in (Role.RESHARD, Role.ACCUMULATE)]
+    alone = grad.op == "call_function" and not is_view(grad) and len(grad.users) < 2 and not others
+    if alone and value.is_contiguous():
+        return grad
+    form = {"memory_format": torch.contiguous_format}
+    return graph.call(_aten.clone.default, (grad,), form, stamp=compute)
+
+
+def _synchronise(
+    graph: StepGraph,
+    total: fx.Node,
+    spec: ParamSpec,
+    markers: list[fx.Node],
+    stamp: Stamp,
+    compute: Stamp,
+) -> fx.Node:
+    """Reduce a full gradient, or keep it, as its marker says."""
+    sync = str(markers[0].args[2]) if markers else GradSync.REDUCE.value
+    keep = replace(stamp, role=Role.KEEP)
+    if sync == GradSync.ACCUMULATE.value:
+        return graph.call(torch.ops.fxzero.keep_grad.default, (total, spec.key), stamp=keep)
+    if sync == GradSync.REDUCE_ACCUMULATED.value:
+        total = graph.call(torch.ops.fxzero.add_kept_grad.default, (total, spec.key), stamp=keep)
+    return reduce(graph, total, spec, stamp, compute)
 
 
 def _erase_unused(graph: StepGraph, nodes: list[fx.Node]) -> None:
@@ -182,15 +255,14 @@ class ShardGrads(Pass):
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
         values = list(graph.output_values)
+        marked = {p for n in graph.nodes(role=Role.RESHARD) for p in stamp_of(n).params}
         reduced = kept = 0
         for position, key in graph.gradients.items():
             node = values[position]
             if not isinstance(node, fx.Node):
                 continue
             spec = graph.specs[key]
-            markers = full_gradients(node) if _is_marked(graph, key) else []
-            grads = [marker.all_input_nodes[0] for marker in markers] or [node]
-            values[position] = place(graph, spec, markers, grads)
+            values[position] = place(graph, spec, partials(graph, node, key in marked))
             graph.set_output_values(values)
             _erase_unused(graph, [node])
             if stamp_of(values[position]).role is Role.KEEP:
@@ -198,8 +270,3 @@ class ShardGrads(Pass):
             elif spec.shard_group is not None or spec.replica_groups:
                 reduced += 1
         return Notes(gradients=len(graph.gradients), reduced=reduced, kept=kept)
-
-
-def _is_marked(graph: StepGraph, key: str) -> bool:
-    """Whether the model's marker produced the gradient; a plain model's has none."""
-    return graph.specs[key].state.number >= 0

@@ -7,7 +7,8 @@
 How long a full parameter lives is the ZeRO stage: at stage 3 each phase gathers its
 own and releases it after the phase's last use; at stages 1 and 2 backward reads what
 forward gathered; at stage 0 nothing is gathered. A parameter that is read many times
-(tied weights, a module used twice) is gathered once per phase.
+(tied weights, a module used twice) is gathered once per phase. In a step of several
+micro-batches, stage 3 gathers for each of them, stages 1 and 2 once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
+from fxzero.graph import Lane, Role, Segment, Stamp, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import is_cast_or_copy
 from fxzero.graph.stamps import set_stamp, stamp_of
@@ -94,11 +95,11 @@ def derived(node: fx.Node) -> list[fx.Node]:
     return sorted(found)
 
 
-def read_again_in_backward(graph: StepGraph, node: fx.Node, full: fx.Node) -> None:
-    """Let backward read `full` where it read `node`, or a view of it, from forward."""
+def read_in(graph: StepGraph, node: fx.Node, full: fx.Node, segment: Segment) -> None:
+    """Let one segment read `full` where it read `node`, or a view of it made elsewhere."""
     copies = {node: full}
     for original in derived(node)[1:]:
-        if stamp_of(original).phase is Phase.FORWARD and reads_from_forward(original):
+        if stamp_of(original).segment != segment and is_read_in(original, segment):
             for needed in _chain(original, node):
                 if needed in copies:
                     continue
@@ -107,7 +108,8 @@ def read_again_in_backward(graph: StepGraph, node: fx.Node, full: fx.Node) -> No
                     copy,
                     replace(
                         stamp_of(needed),
-                        phase=Phase.BACKWARD,
+                        phase=segment.phase,
+                        micro_step=segment.micro_step,
                         made_by="shard_params",
                         again=needed.name,
                     ),
@@ -115,15 +117,17 @@ def read_again_in_backward(graph: StepGraph, node: fx.Node, full: fx.Node) -> No
                 copies[needed] = copy
     for original, copy in copies.items():
         for user in list(original.users):
-            if stamp_of(user).phase is Phase.BACKWARD and user not in copies.values():
+            if _is_in(user, segment) and user not in copies.values():
                 user.replace_input_with(original, copy)
 
 
-def reads_from_forward(node: fx.Node) -> bool:
-    """Whether a backward node reads this one."""
-    return any(
-        stamp_of(user).phase is Phase.BACKWARD and user.op != "output" for user in node.users
-    )
+def is_read_in(node: fx.Node, segment: Segment) -> bool:
+    """Whether a node of the segment reads this one."""
+    return any(_is_in(user, segment) for user in node.users)
+
+
+def _is_in(node: fx.Node, segment: Segment) -> bool:
+    return node.op != "output" and stamp_of(node).segment == segment
 
 
 def _chain(node: fx.Node, start: fx.Node) -> list[fx.Node]:
@@ -134,10 +138,10 @@ def _chain(node: fx.Node, start: fx.Node) -> list[fx.Node]:
     return chain[::-1]
 
 
-def first_use(graph: StepGraph, nodes: list[fx.Node], phase: Phase) -> fx.Node | None:
-    """The first node of a phase that reads one of `nodes`."""
-    users = {u for n in nodes for u in n.users if u.op != "output"}
-    return min((u for u in users if stamp_of(u).phase is phase), default=None)
+def first_use(nodes: list[fx.Node], segment: Segment) -> fx.Node | None:
+    """The first node of a segment that reads one of `nodes`."""
+    users = {u for n in nodes for u in n.users}
+    return min((u for u in users if _is_in(u, segment)), default=None)
 
 
 def leaves_the_graph(marker: fx.Node) -> bool:
@@ -162,13 +166,13 @@ def _erase_with_views(graph: StepGraph, node: fx.Node) -> None:
         node = source
 
 
-def _release_after_last_use(graph: StepGraph, full: fx.Node, phase: Phase, stamp: Stamp) -> bool:
-    """End a full parameter's life after its phase's last use; False if it leaves the graph."""
+def _release_after_last_use(graph: StepGraph, full: fx.Node, stamp: Stamp) -> bool:
+    """End a full parameter's life after its segment's last use; False if it leaves the graph."""
     aliases = _all_views(full)
     users = {u for n in aliases for u in n.users}
     if any(u.op == "output" for u in users):
         return False
-    last = max(u for u in (*users, *aliases) if stamp_of(u).phase is phase)
+    last = max(u for u in (*users, *aliases) if stamp_of(u).segment == stamp.segment)
     owner = full.all_input_nodes[0] if stamp_of(full).role is Role.FINISH else full
     with graph.graph.inserting_after(last):
         graph.call(
@@ -187,41 +191,46 @@ def _all_views(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def place(graph: StepGraph, spec: ParamSpec, marker: fx.Node) -> int:
-    """Replace one parameter's marker by what its stage asks for; return the gathers made."""
+def place(graph: StepGraph, spec: ParamSpec, marker: fx.Node, segments: list[Segment]) -> int:
+    """Replace one parameter's marker by what its stage asks for; return the gathers made.
+
+    Args:
+        segments: those of the step, in the order in which they run.
+    """
     source = shard_source(marker.all_input_nodes[0])
-    per_phase = spec.shard_group is None or spec.zero == 3
-    made = 0
-    fulls: dict[Phase, fx.Node] = {}
-    for phase in (Phase.FORWARD, Phase.BACKWARD):
-        if phase is Phase.BACKWARD and not per_phase and Phase.FORWARD in fulls:
-            continue
-        needed = first_use(graph, derived(marker), phase)
-        if needed is None and phase is Phase.FORWARD and leaves_the_graph(marker):
+    per_segment = spec.shard_group is None or spec.zero == 3
+    fulls: list[tuple[fx.Node, Stamp]] = []
+    for segment in segments:
+        if fulls and not per_segment:
+            break
+        needed = first_use(derived(marker), segment)
+        if needed is None and segment == segments[0] and leaves_the_graph(marker):
             needed = marker
         if needed is None:
             continue
         stamp = Stamp(
-            phase,
+            segment.phase,
             lane=Lane.GATHER,
             layer=spec.layer if spec.shard_group is not None else stamp_of(needed).layer,
             params=(spec.key,),
             made_by="shard_params",
+            micro_step=segment.micro_step,
         )
         with graph.graph.inserting_before(needed), graph.made_for(marker):
             full = gather(graph, source, spec, stamp)
-            if phase is Phase.BACKWARD:
-                read_again_in_backward(graph, marker, full)
-        fulls[phase] = full
-        made += spec.shard_group is not None
-    if (forward := fulls.get(Phase.FORWARD, source)) is not marker:
-        marker.replace_all_uses_with(forward)
+            if segment != segments[0] and per_segment:
+                read_in(graph, marker, full, segment)
+        fulls.append((full, stamp))
+    # What is left reads the first one: its own segment, and at stages 1 and 2 all others.
+    if (first := fulls[0][0] if fulls else source) is not marker:
+        marker.replace_all_uses_with(first)
     _erase_with_views(graph, marker)
-    for phase, full in fulls.items():
-        if spec.shard_group is not None and per_phase:
-            stamp = Stamp(phase, Lane.GATHER, layer=spec.layer, params=(spec.key,))
-            _release_after_last_use(graph, full, phase, replace(stamp, made_by="shard_params"))
-    return made
+    if spec.shard_group is None:
+        return 0
+    if per_segment:
+        for full, stamp in fulls:
+            _release_after_last_use(graph, full, stamp)
+    return len(fulls)
 
 
 @dataclass(frozen=True)
@@ -238,6 +247,7 @@ class ShardParams(Pass):
         for node in graph.nodes(role=Role.UNSHARD):
             markers.setdefault(stamp_of(node).params[0], []).append(node)
         made = 0
+        segments = graph.segments()
         for key, nodes in markers.items():
-            made += place(graph, graph.specs[key], _one_marker(graph, nodes))
+            made += place(graph, graph.specs[key], _one_marker(graph, nodes), segments)
         return Notes(params=len(markers), gathers=made)

@@ -108,7 +108,8 @@ def clone(graph: StepGraph) -> StepGraph:
         num_forward_outputs=graph.num_forward_outputs,
         specs=graph.specs,
         inputs={copies[node]: key for node, key in graph.inputs.items()},
-        mutated={copies[node] for node in graph.mutated},
+        changed={position: copies[node] for position, node in graph.changed.items()},
+        loss=graph.loss,
         gradients=graph.gradients,
     )
 

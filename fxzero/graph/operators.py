@@ -21,11 +21,23 @@ _COPIES = {_aten.clone.default}
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether running a node twice gives two results."""
-    return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in node.target.tags
-    )
+    """Whether running a node twice gives two results. Attention without dropout does not."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    return _argument(node, "dropout_p") != 0
+
+
+def _argument(node: fx.Node, name: str) -> object:
+    """The value that an operator's argument has in a call; None if it has no such argument."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+            return argument.default_value if given is None else given
+    return None
 
 
 def writes_memory(node: fx.Node) -> bool:

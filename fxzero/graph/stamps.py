@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from torch import fx
 
@@ -17,6 +18,15 @@ class Phase(StrEnum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    """In a whole step: from the gradients' norm to the update."""
+
+
+class Segment(NamedTuple):
+    """A stretch of the step that runs from end to end: one phase of one micro-step."""
+
+    phase: Phase
+    micro_step: int = 0
 
 
 class Lane(StrEnum):
@@ -51,6 +61,10 @@ class Role(StrEnum):
     """Keeps a full gradient on this rank, or takes back what was kept (`no_sync`)."""
     REGION = "region"
     """Calls a lowered region."""
+    ACCUMULATE = "accumulate"
+    """Adds a micro-step's gradient to those of the micro-steps before."""
+    UPDATE = "update"
+    """Changes parameters, optimizer state or buffers in place."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,13 @@ class Stamp:
     """The pass that made the node."""
     again: str = ""
     """For a recomputed node: the name of the node that it repeats."""
+    micro_step: int = 0
+    """Which of the step's micro-batches it works on."""
+
+    @property
+    def segment(self) -> Segment:
+        """The stretch of the step that it belongs to."""
+        return Segment(self.phase, self.micro_step)
 
 
 def stamp_of(node: fx.Node) -> Stamp:

@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxzero._compat import fake_mode_of
-from fxzero.graph.stamps import Phase, Role, Stamp, has_stamp, set_stamp, stamp_of
+from fxzero.graph.stamps import Phase, Role, Segment, Stamp, has_stamp, set_stamp, stamp_of
 from fxzero.params import ParamSpec
 
 _DTYPE_NAMES = {
@@ -71,7 +71,9 @@ class StepGraph:
         specs: the layout of each parameter in it, by key.
         inputs: the key of the parameter that a placeholder holds, by placeholder.
         gradients: the key of the parameter whose gradient an output is, by its position.
-        mutated: placeholders whose tensors hold another value once the forward has run.
+        changed: placeholders whose tensors hold another value once the forward has run, by
+            the position of the output that is that value.
+        loss: of a whole step, the position of the output that it minimises.
     """
 
     def __init__(
@@ -82,14 +84,22 @@ class StepGraph:
         specs: Mapping[str, ParamSpec],
         inputs: Mapping[fx.Node, str] | None = None,
         gradients: Mapping[int, str] | None = None,
-        mutated: Iterable[fx.Node] = (),
+        changed: Mapping[int, fx.Node] | None = None,
+        loss: int | None = None,
     ) -> None:
         self.module = module
         self.num_forward_outputs = num_forward_outputs
         self.specs = dict(specs)
         self.inputs = dict(inputs or {})
         self.gradients = dict(gradients or {})
-        self.mutated = frozenset(mutated)
+        self.changed = dict(changed or {})
+        self.loss = loss
+        self.scale: fx.Node | None = None
+        """What the update multiplies gradients by: see the pass `clip_grads`."""
+        self.norm: fx.Node | None = None
+        """The norm of all gradients."""
+        self.skip: fx.Node | None = None
+        """One if the update must not happen, else zero."""
         self.fake_mode = fake_mode_of(module.graph)
         self._values: dict[object, Any] = {}
         self._origin: fx.Node | None = None
@@ -98,6 +108,11 @@ class StepGraph:
     def graph(self) -> fx.Graph:
         """The FX graph."""
         return self.module.graph
+
+    @property
+    def mutated(self) -> frozenset[fx.Node]:
+        """Placeholders whose tensors the forward changes."""
+        return frozenset(self.changed.values())
 
     @property
     def output(self) -> fx.Node:
@@ -115,14 +130,27 @@ class StepGraph:
         """Replace what the graph returns."""
         self.output.args = (tuple(values),)
 
-    def nodes(self, *, phase: Phase | None = None, role: Role | None = None) -> Iterator[fx.Node]:
-        """Nodes in launch order, of one phase or role if asked."""
+    def nodes(
+        self,
+        *,
+        phase: Phase | None = None,
+        role: Role | None = None,
+        segment: Segment | None = None,
+    ) -> Iterator[fx.Node]:
+        """Nodes in launch order, of one phase, role or segment if asked."""
         for node in list(self.graph.nodes):
             if node.op in ("placeholder", "output") and role not in (Role.INPUT, Role.OUTPUT):
                 continue
             stamp = stamp_of(node)
-            if phase in (None, stamp.phase) and role in (None, stamp.role):
+            if phase not in (None, stamp.phase) or role not in (None, stamp.role):
+                continue
+            if segment in (None, stamp.segment):
                 yield node
+
+    def segments(self) -> list[Segment]:
+        """The forwards and backwards of the step, in the order in which they run."""
+        found = dict.fromkeys(stamp_of(node).segment for node in self.nodes())
+        return [segment for segment in found if segment.phase is not Phase.OPTIMIZER]
 
     def call(
         self,
@@ -147,6 +175,20 @@ class StepGraph:
         node.meta["val"] = self._value(target, args, kwargs or {}) if value is None else value
         return node
 
+    def input(self, name: str, value: Any, source: tuple[Any, ...]) -> fx.Node:
+        """Make a graph input that Dynamo knows nothing of.
+
+        Args:
+            source: where its value comes from: see `fxzero.step.binding`.
+        """
+        first = next(node for node in self.graph.nodes if node.op != "placeholder")
+        with self.graph.inserting_before(first):
+            node = self.graph.placeholder(name)
+        node.meta["val"] = value
+        node.meta["fxzero_source"] = source
+        set_stamp(node, Stamp(Phase.OPTIMIZER, role=Role.INPUT))
+        return node
+
     @contextlib.contextmanager
     def made_for(self, node: fx.Node) -> Iterator[None]:
         """Let nodes made inside point to the user's line that `node` came from."""
@@ -167,10 +209,12 @@ class StepGraph:
                 self._values[key] = target(*fake_args, **fake_kwargs)
         return self._values[key]
 
-    def transfers(self, *, phase: Phase | None = None, name: str = "") -> list[Transfer]:
-        """All collectives, in launch order; of one phase, and one lane by its name."""
+    def transfers(
+        self, *, phase: Phase | None = None, name: str = "", segment: Segment | None = None
+    ) -> list[Transfer]:
+        """All collectives, in launch order; of one phase or segment, and one lane by its name."""
         found = []
-        for launch in self.nodes(phase=phase, role=Role.LAUNCH):
+        for launch in self.nodes(phase=phase, segment=segment, role=Role.LAUNCH):
             if not name or stamp_of(launch).lane.value == name:
                 found.append(_transfer(launch))
         return found
@@ -246,7 +290,8 @@ def node_line(node: fx.Node) -> str:
     if has_stamp(node):
         stamp = stamp_of(node)
         words = [stamp.phase.value, stamp.lane.value, stamp.role.value]
-        where = "  # " + " ".join([*words, *filter(None, [stamp.layer, stamp.bucket])])
+        step = f"micro_{stamp.micro_step}" if stamp.micro_step else ""
+        where = "  # " + " ".join([*words, *filter(None, [step, stamp.layer, stamp.bucket])])
     arguments = [str(a) for a in node.args] + [f"{k}={v}" for k, v in node.kwargs.items()]
     return f"{node.name}: {value} = {_target_name(node)}({', '.join(arguments)}){where}"
 

@@ -220,6 +220,12 @@ def _reductions(node: fx.Node) -> list[str] | None:
             node = launch.args[0][index]  # type: ignore[index, assignment]
         elif stamp.role is Role.KEEP and node.target is torch.ops.fxzero.keep_grad.default:
             return None
+        elif stamp.role is Role.ACCUMULATE:
+            kinds = [_reductions(part) for part in node.all_input_nodes]
+            if kinds[0] is None or kinds[1] is None:
+                return None
+            # Every micro-step's gradient passes the same reductions.
+            return [*groups, *kinds[0], *(kinds[1] if kinds[1] != kinds[0] else [])]
         elif stamp.role in (Role.WAIT, Role.FINISH, Role.PREPARE, Role.KEEP):
             node = node.all_input_nodes[0]
         else:

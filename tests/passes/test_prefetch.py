@@ -204,7 +204,7 @@ def test_a_distance_past_the_end_launches_everything_first() -> None:
 def test_gathers_in_flight(distance: int) -> None:
     """Never more buckets than `distance` beyond the one that is waited for."""
     graph = scheduled(deep, "prefetch", Prefetch(distance))
-    for phase in Phase:
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
         assert most_in_flight(graph, phase, Lane.GATHER) == distance + 1
 
 

@@ -1,0 +1,119 @@
+"""Repeat forward and backward for every micro-batch of a step, and add up the gradients.
+
+    x = micro_batch(batch, 0, 2)              x = batch[:2];   loss = …; dw = …
+    loss = …; dw = …                      →   x1 = batch[2:];  loss1 = …; dw1 = …
+    return loss, dw                           return mean(loss, loss1), dw + dw1
+
+The gradients are added in the order in which an eager loop would. A buffer that the forward
+changes (BatchNorm's statistics) goes from each micro-batch to the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxzero.errors import ConfigError
+from fxzero.graph import Phase, Role, Stamp, StepGraph
+from fxzero.graph.stamps import set_stamp, stamp_of
+from fxzero.passes.base import Context, Fact, Notes, Pass
+
+_aten = torch.ops.aten
+_MICRO_BATCH = torch.ops.fxzero.micro_batch.default
+
+
+def take_rows(graph: StepGraph) -> None:
+    """Let each micro-batch be a view of the whole batch."""
+    for node in list(graph.graph.find_nodes(op="call_function", target=_MICRO_BATCH)):
+        batch, index, count = node.args
+        rows = batch.meta["val"].shape[0] // count
+        with graph.graph.inserting_before(node), graph.made_for(node):
+            view = graph.call(
+                _aten.slice.Tensor,
+                (batch, 0, index * rows, (index + 1) * rows),
+                stamp=replace(stamp_of(node), made_by="accumulate"),
+            )
+        node.replace_all_uses_with(view)
+        graph.graph.erase_node(node)
+
+
+def repeat(
+    graph: StepGraph, nodes: list[fx.Node], micro_step: int, known: dict[fx.Node, fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Copy a micro-step's nodes to the end of the graph, for another micro-batch.
+
+    Args:
+        known: what stands for nodes that are not copied.
+
+    Returns:
+        What stands for each node.
+    """
+    copies = dict(known)
+    with graph.graph.inserting_before(graph.output):
+        for node in nodes:
+            if node.op == "get_attr":
+                continue
+            copy = graph.graph.node_copy(node, lambda n: copies.get(n, n))
+            if node.target is _MICRO_BATCH:
+                copy.args = (copy.args[0], micro_step, copy.args[2])
+            set_stamp(copy, replace(stamp_of(node), micro_step=micro_step))
+            copies[node] = copy
+    return copies
+
+
+def add_up(graph: StepGraph, terms: list[fx.Node]) -> fx.Node:
+    """Say that a gradient is the sum of what the micro-steps give; see `shard_grads`."""
+    total = terms[0]
+    for term in terms[1:]:
+        stamp = replace(stamp_of(term), role=Role.ACCUMULATE, made_by="accumulate")
+        with graph.graph.inserting_before(graph.output), graph.made_for(term):
+            total = graph.call(_aten.add.Tensor, (total, term), stamp=stamp)
+    return total
+
+
+def mean(graph: StepGraph, losses: list[fx.Node]) -> fx.Node:
+    """The mean of the micro-batches' losses, once the last one is there."""
+    stamp = Stamp(Phase.OPTIMIZER, made_by="accumulate")
+    with graph.graph.inserting_before(graph.output), graph.made_for(losses[0]):
+        stacked = graph.call(_aten.stack.default, (losses,), stamp=stamp)
+        return graph.call(_aten.mean.default, (stacked,), stamp=stamp)
+
+
+@dataclass(frozen=True)
+class Accumulate(Pass):
+    """Run several micro-batches in one step."""
+
+    name: ClassVar[str] = "accumulate"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.STAMPED, Fact.RECOMPUTED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.ACCUMULATED})
+
+    micro_batches: int = 1
+    """Into how many equal parts a batch is split along dim 0."""
+
+    def __post_init__(self) -> None:
+        if self.micro_batches < 1:
+            raise ConfigError(f"micro_batches={self.micro_batches} must be 1 or more")
+
+    def run(self, graph: StepGraph, ctx: Context) -> Notes:
+        """See the module's docstring."""
+        nodes = list(graph.nodes())
+        first = list(graph.output_values)
+        changed, loss = graph.changed, graph.loss
+        assert loss is not None
+        values = [list(first)]
+        for micro_step in range(1, self.micro_batches):
+            before = {source: values[-1][position] for position, source in changed.items()}
+            copies = repeat(graph, nodes, micro_step, before)
+            values.append([copies.get(v, v) if isinstance(v, fx.Node) else v for v in first])
+        result = list(values[-1])
+        if self.micro_batches > 1:
+            result[loss] = mean(graph, [v[loss] for v in values])
+            for position in graph.gradients:
+                if isinstance(first[position], fx.Node):
+                    result[position] = add_up(graph, [v[position] for v in values])
+        graph.set_output_values(result)
+        take_rows(graph)
+        return Notes(micro_batches=self.micro_batches, nodes=len(nodes))

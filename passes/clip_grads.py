@@ -1,0 +1,134 @@
+"""Take the norm of all gradients, and decide by it what the update does.
+
+    g = wait(reduce[0])                norms = norms([g, …])            one per bucket
+    …                              →   sum = all_reduce(sum_of_squares(norms))
+                                       norm = total_norm(sum); scale = clip_coefficient(norm)
+
+The norm is that of the whole model: shards are summed over the ranks by one scalar
+all-reduce, tied and replicated parameters count once. With a loss scale, gradients that
+are not finite tell the update to leave everything as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fxzero.errors import ConfigError
+from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
+from fxzero.groups import Group
+from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.passes.update import Ready, ready_together
+from fxzero.runtime import updates
+
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+_STAMP = Stamp(Phase.OPTIMIZER, made_by="clip_grads")
+
+
+def shard_groups(graph: StepGraph, keys: list[str]) -> list[Group]:
+    """The groups over which any of the parameters is sharded."""
+    groups = (graph.specs[key].shard_group for key in keys)
+    return list({group.name: group for group in groups if group is not None}.values())
+
+
+def take_norm(graph: StepGraph, chosen: list[Ready], order: list[str]) -> tuple[fx.Node, fx.Node]:
+    """Emit the norms of all gradients, in the order of parameters, and their total."""
+    value = chosen[0].grads[0].meta["val"]
+
+    def call(target: Any, args: tuple[Any, ...], *shape: int) -> fx.Node:
+        with _mode(graph):
+            empty = value.new_empty(shape)
+        return graph.call(target, args, stamp=_STAMP, value=empty)
+
+    parts = [call(updates.norms, (ready.grads,), len(ready.grads)) for ready in chosen]
+    keys = [key for ready in chosen for key in ready.keys]
+    positions = {key: i for i, key in enumerate(keys)}
+    every = call(updates.in_order, (parts, [positions[key] for key in order]), len(order))
+    groups = shard_groups(graph, order)
+    if not groups:
+        return every, call(_aten.linalg_vector_norm.default, (every,))
+    (group,) = groups
+    sharded = [i for i, key in enumerate(order) if graph.specs[key].shard_group is not None]
+    squares = call(updates.sum_of_squares, (every, sharded), 1)
+    reduce = replace(_STAMP, lane=Lane.REDUCE, bucket="norm")
+    launch = graph.call(
+        _c10d.all_reduce_coalesced.default,
+        ([squares], "sum", group.name),
+        stamp=replace(reduce, role=Role.LAUNCH),
+        name="reduce_norm",
+    )
+    part = graph.call(operator.getitem, (launch, 0), stamp=replace(reduce, role=Role.PART))
+    joined = graph.call(
+        _c10d.wait_tensor.default, (part,), stamp=replace(reduce, role=Role.WAIT), name="norm"
+    )
+    replicated = [i for i in range(len(order)) if i not in set(sharded)]
+    return every, call(updates.total_norm, (every, joined, replicated))
+
+
+def _mode(graph: StepGraph) -> Any:
+    assert graph.fake_mode is not None
+    return graph.fake_mode
+
+
+@dataclass(frozen=True)
+class ClipGrads(Pass):
+    """Clip gradients by their global norm, and keep infinities out of the parameters."""
+
+    name: ClassVar[str] = "clip_grads"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.REDUCED, Fact.BUCKETED})
+
+    max_norm: float | None = None
+    """Largest 2-norm of all gradients together; None does not clip."""
+    unscale: bool = False
+    """The loss was scaled: see `fxzero.Precision`."""
+    stop_unless_finite: bool = False
+    """See `fxzero.Config.stop_unless_finite`."""
+
+    def __post_init__(self) -> None:
+        if self.max_norm is not None and not (self.max_norm > 0 and math.isfinite(self.max_norm)):
+            raise ConfigError(f"clip_grad_norm={self.max_norm} must be a positive number, or None")
+
+    def run(self, graph: StepGraph, ctx: Context) -> Notes:
+        """See the module's docstring."""
+        assert ctx.optimizer is not None
+        if self.max_norm is None and not self.unscale and not self.stop_unless_finite:
+            return Notes()
+        chosen = ready_together(graph, ctx.optimizer)
+        found = {key for ready in chosen for key in ready.keys}
+        order = [key for key in ctx.optimizer.parameters if key in found]
+        if not order:
+            return Notes()
+        with graph.graph.inserting_before(graph.output):
+            every, total = take_norm(graph, chosen, order)
+            scalar = total.meta["val"]
+
+            def call(target: Any, *args: Any) -> fx.Node:
+                return graph.call(target, args, stamp=_STAMP, value=scalar)
+
+            inverse = None
+            if self.stop_unless_finite and not self.unscale:
+                names = [graph.specs[key].name for key in order]
+                total = call(updates.stop_unless_finite, total, every, names)
+            if self.stop_unless_finite or self.unscale:
+                graph.skip = call(updates.is_not_finite, total)
+            norm = total
+            if self.unscale:
+                graph.scale = inverse = _inverse_scale(graph)
+                norm = call(updates.unscaled, total, inverse)
+            if self.max_norm is not None:
+                graph.scale = call(updates.clip_coefficient, norm, self.max_norm, inverse)
+        graph.norm = norm
+        return Notes(gradients=len(order), parts=len(chosen))
+
+
+def _inverse_scale(graph: StepGraph) -> fx.Node:
+    """An input: one over the loss scale."""
+    with _mode(graph):
+        value = torch.empty(())
+    return graph.input("inverse_scale", value, ("inverse_scale",))

@@ -1,0 +1,67 @@
+"""Scheduled graphs of whole steps, for any number of ranks, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import fxzero
+from fxzero import backend
+from fxzero.backend import Compilation
+from fxzero.graph import StepGraph
+from fxzero.inspect.capture import fake_ranks
+
+EAGER: dict[str, Any] = {"lower_regions": {"backend": "eager"}}
+
+
+def compiled_step(
+    build: Callable[[], tuple[nn.Module, tuple[Any, ...]]],
+    *,
+    zero: int = 3,
+    world_size: int = 8,
+    optimizer: Callable[[Any], Optimizer] = torch.optim.AdamW,
+    options: Mapping[str, Any] = EAGER,
+    **settings: Any,
+) -> Compilation:
+    """Compile one step on one of many ranks that exist only in name."""
+    found: list[Compilation] = []
+
+    def keep(compilation: Compilation) -> None:
+        compilation.keep_graphs = True
+        found.append(compilation)
+
+    torch._dynamo.reset()
+    backend.observers.append(keep)
+    try:
+        with fake_ranks(world_size):
+            model, batch = build()
+            fxzero.shard(model, zero=zero)
+            step = fxzero.compile_step(
+                model, optimizer(model.parameters()), options=dict(options), **settings
+            )
+            step(*batch)
+    finally:
+        backend.observers.remove(keep)
+        torch._dynamo.reset()
+    (compilation,) = found
+    return compilation
+
+
+def step_graph(
+    build: Callable[[], tuple[nn.Module, tuple[Any, ...]]], **settings: Any
+) -> StepGraph:
+    """The scheduled graph of one step."""
+    joint = compiled_step(build, **settings).joint
+    assert joint is not None
+    return joint
+
+
+def chain_of(depth: int = 3, width: int = 8, rows: int = 4) -> Any:
+    """Bias-free linear layers that return a loss, and a batch."""
+    from tests.tracing import Chain
+
+    return lambda: (Chain(depth, width), (torch.randn(rows, width),))
