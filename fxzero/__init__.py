@@ -7,32 +7,42 @@ model = torch.compile(model, backend="fxzero")
 from fxzero import ops as _ops
 from fxzero.config import Config
 from fxzero.errors import (
+    BatchError,
     CaptureError,
     ConfigError,
     ContractError,
     FxZeroError,
     FxZeroWarning,
+    NonFiniteGradientError,
     PassError,
     ShardingError,
     VerificationError,
 )
 from fxzero.groups import init_distributed
 from fxzero.params import Traffic
+from fxzero.precision import Precision
 from fxzero.sharding import no_sync, report, shard
+from fxzero.step import StepOutput, TrainStep, compile_step
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchError",
     "CaptureError",
     "Config",
     "ConfigError",
     "ContractError",
     "FxZeroError",
     "FxZeroWarning",
+    "NonFiniteGradientError",
     "PassError",
+    "Precision",
     "ShardingError",
+    "StepOutput",
     "Traffic",
+    "TrainStep",
     "VerificationError",
+    "compile_step",
     "init_distributed",
     "no_sync",
     "report",

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import inspect
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -127,6 +128,12 @@ def fake_mode_of_tensor(value: torch.Tensor) -> Any:
     return value.fake_mode
 
 
+def mode_of(tensor: torch.Tensor) -> Any:
+    """A context in which tensors are made as this one is: fake beside fake ones."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return fake_mode_of_tensor(local) if is_fake(local) else contextlib.nullcontext()
+
+
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     """A DTensor of the same global shape and layout, around another local tensor.
 
@@ -236,7 +243,12 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions after which Inductor can lower a graph."""
     from torch._inductor.decomposition import select_decomp_table
 
-    return select_decomp_table()
+    return {
+        op: decomposition
+        for op, decomposition in select_decomp_table().items()
+        # Random numbers are torch's own, those of an eager run.
+        if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ())
+    }
 
 
 def aot_compile(
@@ -260,6 +272,98 @@ def aot_compile(
         decompositions=decompositions,
     )
     return compiler(module, inputs)
+
+
+class _Captured(Exception):  # noqa: N818 - a way out, not an error
+    """A joint graph, taken out of AOTAutograd before it goes on."""
+
+
+def capture_joint(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    decompositions: dict[Any, Callable[..., Any]],
+) -> tuple[fx.GraphModule, int]:
+    """AOTAutograd's joint graph of Dynamo's graph, and how many of its outputs are forward's.
+
+    The caller runs it: nothing is partitioned, and no runtime is put around it.
+    """
+
+    def take(joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
+        raise _Captured(joint, num_fwd_outputs)
+
+    def compiler(graph: fx.GraphModule, _: Any) -> Any:
+        raise AssertionError("AOTAutograd took a training step for inference")
+
+    try:
+        aot_compile(
+            module,
+            inputs,
+            forward=compiler,
+            backward=compiler,
+            inference=compiler,
+            partition=take,
+            decompositions=decompositions,
+        )
+    except _Captured as captured:
+        joint, num_forward_outputs = captured.args
+        return joint, num_forward_outputs
+    raise AssertionError("AOTAutograd never asked for a partition")
+
+
+def is_output(desc: Any) -> bool:
+    """Whether a joint graph's output is one of Dynamo's graph itself."""
+    return type(desc).__name__ == "PlainAOTOutput"
+
+
+def graph_break_errors() -> tuple[type[Exception], ...]:
+    """What Dynamo raises when it cannot make one graph of a function."""
+    from torch._dynamo import exc
+
+    names = ("Unsupported", "FailOnRecompileLimitHit", "TorchRuntimeError", "UserError")
+    return tuple(getattr(exc, name) for name in names if hasattr(exc, name))
+
+
+def private_code(function: types.FunctionType) -> Callable[..., Any]:
+    """The same function with code of its own: Dynamo's caches, and their limits, go by code."""
+    return types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+
+
+def below_autograd() -> Any:
+    """A context in which operators go straight to their kernels.
+
+    Nothing that a scheduled graph runs is recorded, and functional collectives have autograd
+    kernels in Python, which cost some 6 us a call. In-place operators still count versions.
+    """
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def init_optimizer_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Let an optimizer create the state of a group's parameters, which must have gradients."""
+    init_group: Callable[..., Any] = getattr(optimizer, "_init_group")  # noqa: B009 - not typed
+    lists: list[list[Any]] = [[] for _ in list(inspect.signature(init_group).parameters)[1:]]
+    init_group(group, *lists)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody wants to be called before or after ``optimizer.step()``."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether somebody wants to see a parameter's gradient when it comes."""
+    hooks = parameter._backward_hooks
+    return bool(hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell learning-rate schedulers, which watch ``optimizer.step``, that there was a step."""
+    vars(optimizer)["_opt_called"] = True
 
 
 def trace_joint(
@@ -375,11 +479,7 @@ def inductor_compile(module: fx.GraphModule, inputs: list[Any]) -> Callable[[lis
     All outputs are user-visible, so that their strides are those of the graph.
     """
     from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.fx_passes.replace_random import replace_random_passes
-    from torch._inductor.virtualized import V
 
-    with V.set_fake_mode(fake_mode_of(module.graph)):
-        replace_random_passes(module)
     output = next(iter(reversed(module.graph.nodes)))
     outputs = output.args[0]
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))

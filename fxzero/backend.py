@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from fxzero.graph.cut import Sides, cut
 from fxzero.graph.verify import check_ranks
 from fxzero.groups import Group, init_distributed
 from fxzero.params import ModelState, ParamSpec, is_known, register, spec_of
-from fxzero.passes.base import Context, Fact
+from fxzero.passes.base import Context, Fact, Pass
 from fxzero.passes.lower_regions import RegionBackend
 from fxzero.passes.pipeline import PassRecord, run_passes
 from fxzero.passes.release_saved import private_saved
@@ -103,18 +103,20 @@ class Compilation:
                 value = output.args[0][position].meta.get("val")
                 if isinstance(value, torch.Tensor):
                     gradients[position] = by_index[index]
-        changed = {_compat.mutated_index(description) for description in descriptions} - {None}
+        placeholders = module.graph.find_nodes(op="placeholder")
+        by_input = {_compat.input_index(node): node for node in placeholders}
+        changed = {
+            position: by_input[index]
+            for position, description in enumerate(descriptions)
+            if (index := _compat.mutated_index(description)) is not None and index in by_input
+        }
         return StepGraph(
             module,
             num_forward_outputs=num_forward_outputs,
             specs=specs,
             inputs=inputs,
             gradients=gradients,
-            mutated={
-                node
-                for node in module.graph.find_nodes(op="placeholder")
-                if _compat.input_index(node) in changed
-            },
+            changed=changed,
         )
 
     def schedule(self, graph: StepGraph) -> None:
@@ -122,16 +124,25 @@ class Compilation:
         self.specs = graph.specs
         if self.keep_graphs:
             self.joint = graph
+        self.run(graph, self.config.joint_passes())
+        self.check_ranks(graph)
+
+    def run(self, graph: StepGraph, passes: Sequence[Pass], given: Iterable[Fact] = ()) -> None:
+        """Run passes, and keep what they say."""
         self.records += run_passes(
-            self.config.joint_passes(),
+            passes,
             graph,
             self.context,
+            given=given,
             keep_text=self.config.keep_text,
-            observe=_log,
+            observe=log_record,
         )
+        self.warn()
+
+    def check_ranks(self, graph: StepGraph) -> None:
+        """See that all ranks will communicate alike."""
         if dist.is_initialized():
             check_ranks(graph, _identity(graph), dist.get_rank())
-        self.warn()
 
     def cut(self, graph: StepGraph) -> Sides:
         """Split the scheduled graph; backward may free what only it can see."""
@@ -150,15 +161,7 @@ class Compilation:
         side = StepGraph(module, num_forward_outputs=0, specs=self.specs)
         if self.keep_graphs:
             self.sides.append(side)
-        self.records += run_passes(
-            self.config.side_passes(),
-            side,
-            self.context,
-            given={Fact.STAMPED, Fact.GATHERED, Fact.CUT},
-            keep_text=self.config.keep_text,
-            observe=_log,
-        )
-        self.warn()
+        self.run(side, self.config.side_passes(), {Fact.STAMPED, Fact.GATHERED, Fact.CUT})
         states = {id(s.state): s.state for s in self.specs.values()}
         call = executable(side, list(states.values()))
         _compat.return_free_memory()
@@ -207,12 +210,21 @@ def fxzero(
                 "options={'lower_regions': {'backend': 'inductor'}} for fused regions."
             )
         config = Config.from_options(options)
-        compilation = Compilation(config, plain=_plain_parameters(module, example_inputs))
+        context = Context()
+        context.warnings += [
+            f"{name} has no effect under torch.compile, where the loop updates parameters. Use "
+            "fxzero.compile_step."
+            for name in ("stop_unless_finite", "cuda_graph")
+            if getattr(config, name)
+        ]
+        compilation = Compilation(
+            config, plain=_plain_parameters(module, example_inputs), context=context
+        )
         for observe in observers:
             observe(compilation)
         with _compat.collecting_only_new_objects():
             inputs, local = take_local_tensors(module, example_inputs)
-            decompositions = _decompositions(config)
+            decompositions = decompositions_of(config)
             compilation.folds = fold_layers(module, decompositions)
             with compilation.folds:
                 compiled = _compat.aot_compile(
@@ -229,12 +241,12 @@ def fxzero(
         raise _compat.passing_through_dynamo(error) from None
 
 
-def _log(record: PassRecord) -> None:
+def log_record(record: PassRecord) -> None:
     log.info("%s: %.1f ms, %s", record.options, record.time_ms, record.notes)
 
 
-def _decompositions(config: Config) -> dict[Any, Callable[..., Any]]:
-    """Inductor lowers decomposed graphs; torch's own kernels want whole operators."""
+def decompositions_of(config: Config) -> dict[Any, Callable[..., Any]]:
+    """What AOTAutograd takes apart: Inductor wants small operators, torch runs whole ones."""
     if config.lower_regions.backend is RegionBackend.INDUCTOR:
         return _compat.inductor_decompositions()
     return {}

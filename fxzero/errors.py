@@ -3,9 +3,11 @@
     FxZeroError
     ├── ConfigError         (ValueError)    an option that does not exist or cannot hold
     ├── ShardingError       (ValueError)    a model, parameter or mesh that cannot be sharded
+    ├── BatchError          (ValueError)    a batch that does not fit the step
     ├── CaptureError        (RuntimeError)  a model whose step graph fxzero cannot read
     ├── PassError           (RuntimeError)  a pass that was asked for something it cannot do
     │   └── ContractError                   passes in an order that their contracts forbid
+    ├── NonFiniteGradientError (ArithmeticError)  gradients at which a step must stop
     └── VerificationError   (RuntimeError)  a graph that breaks a rule which must always hold
 
     FxZeroWarning           (UserWarning)   a setting that cannot take effect
@@ -33,6 +35,14 @@ class ShardingError(FxZeroError, ValueError):
 
 class CaptureError(FxZeroError, RuntimeError):
     """A model whose training step cannot be read as one graph."""
+
+
+class BatchError(FxZeroError, ValueError):
+    """A batch that a training step cannot split as it was told."""
+
+
+class NonFiniteGradientError(FxZeroError, ArithmeticError):
+    """A gradient that is infinite or not a number, where the step was told to stop."""
 
 
 class PassError(FxZeroError, RuntimeError):

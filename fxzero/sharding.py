@@ -36,7 +36,7 @@ from fxzero.params import (
 
 _SPECS = "_fxzero_specs"
 
-_MIXED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+MIXED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Torch normalises low-precision inputs with these modules' own, fp32 parameters, beside
 statistics that stay fp32 buffers; it takes no mixture of the two."""
 
@@ -96,7 +96,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Skip gradient reduction for the forwards run inside, and for their backwards.
 
     Stages 0 and 1: full gradients are kept on each rank and joined to the next
-    synchronised backward, which reduces once. Until then ``.grad`` holds zeros; setting
+    synchronised backward, which reduces once (a warning says so if that came earlier, or did
+    not use all of their parameters). Until then ``.grad`` holds zeros; setting
     it to None (``zero_grad()``) also forgets what was kept. Use ``loss.backward()``, not
     ``torch.autograd.grad``. Stages 2 and 3 never keep full gradients: they reduce every
     micro-batch, the context changes nothing and warns.
@@ -146,13 +147,20 @@ def model_state(model: nn.Module) -> ModelState | None:
     return None
 
 
+def sharded_module(model: nn.Module) -> nn.Module | None:
+    """The module that `shard` was called on, looked for below wrappers too."""
+    return next((m for m in model.modules() if _SPECS in vars(m)), None)
+
+
 def param_specs(model: nn.Module) -> dict[str, ParamSpec]:
     """The specs of a sharded model's parameters, by fully qualified name."""
-    for module in model.modules():
-        specs = module.__dict__.get(_SPECS)
-        if specs is not None:
-            return dict(specs)
-    return {}
+    module = sharded_module(model)
+    return dict(vars(module)[_SPECS]) if module is not None else {}
+
+
+def replace_specs(module: nn.Module, specs: dict[str, ParamSpec]) -> None:
+    """Lay a sharded module's parameters out anew; keys stay, so its markers find the new ones."""
+    setattr(module, _SPECS, {name: register(spec) for name, spec in specs.items()})
 
 
 def _check(
@@ -166,7 +174,7 @@ def _check(
     """Refuse what cannot be sharded, before anything is touched."""
     if not isinstance(model, nn.Module):
         raise ShardingError(f"fxzero.shard takes an nn.Module, not {type(model).__name__}")
-    if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
+    if type(zero) is not int or zero not in (0, 1, 2, 3):
         raise ShardingError(f"zero={zero!r} is no ZeRO stage. Pass 0, 1, 2 or 3.")
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -282,7 +290,7 @@ def _shard_modules(
                 full = module._parameters[name]
                 assert full is not None
                 spec = make_spec(f"{path}.{name}" if path else name, full)
-                if isinstance(module, _MIXED):
+                if isinstance(module, MIXED):
                     spec = dataclasses.replace(spec, compute_dtype=full.dtype)
                 parameter = _split(full, spec, mesh, device)
                 spec = register(dataclasses.replace(spec, parameter=weakref.ref(parameter)))

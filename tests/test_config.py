@@ -47,7 +47,8 @@ def test_ready_made_objects_are_taken() -> None:
             {"prefech": {}},
             (
                 "options has no setting 'prefech': did you mean 'prefetch'? Known: bucket, "
-                "keep_text, lower_regions, prefetch, recompute, strict"
+                "cuda_graph, keep_text, lower_regions, prefetch, recompute, stop_unless_finite, "
+                "strict"
             ),
         ),
         (
@@ -60,8 +61,8 @@ def test_ready_made_objects_are_taken() -> None:
         (
             {"zzz": 1},
             (
-                "options has no setting 'zzz': Known: bucket, keep_text, lower_regions, prefetch, "
-                "recompute, strict"
+                "options has no setting 'zzz': Known: bucket, cuda_graph, keep_text, "
+                "lower_regions, prefetch, recompute, stop_unless_finite, strict"
             ),
         ),
         (

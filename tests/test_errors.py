@@ -10,7 +10,9 @@ import pytest
 from fxzero import errors
 
 _TREE = {
+    "BatchError": ("FxZeroError", "ValueError"),
     "ConfigError": ("FxZeroError", "ValueError"),
+    "NonFiniteGradientError": ("FxZeroError", "ArithmeticError"),
     "ShardingError": ("FxZeroError", "ValueError"),
     "CaptureError": ("FxZeroError", "RuntimeError"),
     "PassError": ("FxZeroError", "RuntimeError"),
@@ -36,7 +38,12 @@ def test_the_drawing_is_the_tree() -> None:
     doc = inspect.getdoc(errors) or ""
     for name, bases in _TREE.items():
         assert name in doc
-        for builtin in set(bases) & {"ValueError", "RuntimeError", "UserWarning"}:
+        for builtin in set(bases) & {
+            "ValueError",
+            "RuntimeError",
+            "ArithmeticError",
+            "UserWarning",
+        }:
             assert re.search(rf"{name} +\({builtin}\)", doc), name
 
 

@@ -11,16 +11,22 @@ import pytest
 import fxzero
 
 _PUBLIC = [
+    "BatchError",
     "CaptureError",
     "Config",
     "ConfigError",
     "ContractError",
     "FxZeroError",
     "FxZeroWarning",
+    "NonFiniteGradientError",
     "PassError",
+    "Precision",
     "ShardingError",
+    "StepOutput",
     "Traffic",
+    "TrainStep",
     "VerificationError",
+    "compile_step",
     "init_distributed",
     "no_sync",
     "report",

@@ -103,7 +103,7 @@ def join(flight: InFlight) -> Tensor:
 
 
 def join_sum(flight: InFlight, size: int) -> Tensor:
-    """Wait for a sum over ranks and make it an average, in place."""
+    """Wait for a sum over ranks and divide it, in place."""
     total = join(flight)
     _joined.extend(flight.handles)
     return total.div_(size)

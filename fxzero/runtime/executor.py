@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import fx
 
-from fxzero.graph import Lane, StepGraph
+from fxzero._compat import below_autograd
+from fxzero.graph import Lane, Phase, StepGraph
 from fxzero.graph.operators import num_bytes
 from fxzero.params import ModelState, Traffic
 
@@ -22,6 +23,8 @@ def traffic_of(graph: StepGraph) -> Traffic:
     total = Traffic()
     seen: set[str] = set()
     for transfer in graph.transfers():
+        if transfer.stamp.phase is Phase.OPTIMIZER:
+            continue  # the norm's single number
         bucket = transfer.stamp.bucket or transfer.launch.name
         new = bucket not in seen
         seen.add(bucket)
@@ -53,7 +56,8 @@ def executable(graph: StepGraph, states: list[ModelState]) -> Callable[[list[Any
         inputs.clear()
         for state in states:
             state.traffic.add(traffic)
-        return forward(attributes, *arguments)
+        with below_autograd():
+            return forward(attributes, *arguments)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

@@ -9,16 +9,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import fxzero
 from tests.parity.models import EXAMPLES, Batch
+from tests.parity.test_step import WithLoss
 from tests.parity.training import (
     RTOL,
     STEPS,
     Trace,
+    assert_same,
     assert_same_trace,
     build,
+    full_parameters,
     make_batch,
     rows_of_rank,
     train,
@@ -57,6 +61,49 @@ def test_one_device(lowering: str) -> None:
     assert_same_trace(
         train(model, EXAMPLES["gpt"].loss, batches()), expected, rtol=RTOL[torch.float64]
     )
+
+
+def step_losses(lowering: str, **options: Any) -> tuple[list[Tensor], nn.Module]:
+    """Train the model by `compile_step`, with a learning rate that changes."""
+    example = EXAMPLES["gpt"]
+    model = fxzero.shard(build(example, torch.float64).cuda(), zero=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    step = fxzero.compile_step(
+        WithLoss(model, example.loss),
+        optimizer,
+        clip_grad_norm=0.1,
+        scheduler=LambdaLR(optimizer, lambda i: 1 / (i + 1)),
+        options={"lower_regions": {"backend": lowering}, **options},
+    )
+    return [step(**batch).loss for batch in batches() * 2], model
+
+
+@lowerings
+def test_whole_steps(lowering: str) -> None:
+    """`compile_step` computes what the eager loop does."""
+    example = EXAMPLES["gpt"]
+    losses, model = step_losses(lowering)
+    reference = build(example, torch.float64).cuda()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+    schedule = LambdaLR(optimizer, lambda i: 1 / (i + 1))
+    for batch, actual in zip(batches() * 2, losses, strict=True):
+        loss = example.loss(reference, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        assert (actual - loss).abs() <= 1e-12 * loss.abs()
+    assert_same(full_parameters(model), full_parameters(reference), RTOL[torch.float64])
+
+
+@lowerings
+def test_a_cuda_graph_replays_the_same_bits(lowering: str) -> None:
+    """Learning rates and batches change from step to step, and take effect."""
+    plain, model = step_losses(lowering)
+    replayed, other = step_losses(lowering, cuda_graph=True, strict=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, replayed, strict=True))
+    assert_same(full_parameters(other), full_parameters(model), rtol=0)
 
 
 @two_devices

@@ -1,0 +1,239 @@
+"""What changes parameters at the end of a step: torch's fused kernels, and what guards them.
+
+Each update takes the shards of a bucket, their gradients, the optimizer's state for them
+(one list per name in `fxzero.optimizers.Kernel.state`) and the parameter group itself, so
+that a learning rate or any other number in it may change from step to step.
+
+    scale   what gradients are multiplied by first: clipping, and the loss scale's inverse
+    skip    one if the step must not happen: a gradient was not finite
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fxzero._compat import dtensor_like
+from fxzero.errors import NonFiniteGradientError
+
+Lists = list[list[Tensor]]
+Group = dict[str, Any]
+
+
+def _adam(
+    kernel: Callable[..., None],
+    params: list[Tensor],
+    grads: list[Tensor],
+    state: Lists,
+    group: Group,
+    scale: Tensor | None,
+    skip: Tensor | None,
+) -> None:
+    exp_avgs, exp_avg_sqs, *largest, steps = state
+    beta1, beta2 = group["betas"]
+    _rescale(grads, scale)
+    torch._foreach_add_(steps, 1)
+    kernel(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        largest[0] if largest else [],
+        steps,
+        amsgrad=group["amsgrad"],
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+        grad_scale=None,
+        found_inf=skip,
+    )
+    _take_back(steps, skip)
+
+
+def adam(params: Any, grads: Any, state: Any, group: Group, scale: Any, skip: Any) -> None:
+    """`torch.optim.Adam`, with state exp_avg, exp_avg_sq, max_exp_avg_sq if amsgrad, step."""
+    _adam(torch._fused_adam_, params, grads, state, group, scale, skip)
+
+
+def adamw(params: Any, grads: Any, state: Any, group: Group, scale: Any, skip: Any) -> None:
+    """`torch.optim.AdamW`, with the state of `adam`."""
+    _adam(torch._fused_adamw_, params, grads, state, group, scale, skip)
+
+
+def sgd(
+    params: list[Tensor],
+    grads: list[Tensor],
+    state: Lists,
+    group: Group,
+    scale: Tensor | None,
+    skip: Tensor | None,
+) -> None:
+    """`torch.optim.SGD`, with state momentum_buffer unless momentum is 0."""
+    _rescale(grads, scale)
+    torch._fused_sgd_(
+        params,
+        grads,
+        state[0] if state else [],
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        lr=group["lr"],
+        dampening=group["dampening"],
+        nesterov=group["nesterov"],
+        maximize=group["maximize"],
+        is_first_step=False,
+        grad_scale=None,
+        found_inf=skip,
+    )
+
+
+def adagrad(
+    params: list[Tensor],
+    grads: list[Tensor],
+    state: Lists,
+    group: Group,
+    scale: Tensor | None,
+    skip: Tensor | None,
+) -> None:
+    """`torch.optim.Adagrad`, with state sum, step."""
+    sums, steps = state
+    _rescale(grads, scale)
+    torch._foreach_add_(steps, 1)
+    torch._fused_adagrad_(
+        params,
+        grads,
+        sums,
+        steps,
+        lr=group["lr"],
+        lr_decay=group["lr_decay"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+        grad_scale=None,
+        found_inf=skip,
+    )
+    _take_back(steps, skip)
+
+
+KERNELS = {function.__name__: function for function in (adam, adamw, sgd, adagrad)}
+
+
+def _rescale(grads: list[Tensor], scale: Tensor | None) -> None:
+    if scale is not None:
+        torch._foreach_mul_(grads, scale)
+
+
+def _take_back(steps: list[Tensor], skip: Tensor | None) -> None:
+    if skip is not None:
+        torch._foreach_sub_(steps, [skip] * len(steps))
+
+
+class OwnStep:
+    """An optimizer's own ``step()`` on the model's own parameters."""
+
+    __module__ = "fxzero.runtime.updates"
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        self.optimizer = optimizer
+        self.parameters = tuple(parameters)
+        self.__name__ = f"{type(optimizer).__name__}_step"
+
+    def __call__(
+        self, params: list[Tensor], grads: list[Tensor], scale: Tensor | None, skip: Tensor | None
+    ) -> None:
+        """Update `params`, the local tensors of the parameters, unless `skip` says not to."""
+        if skip is not None and skip.item():
+            return
+        _rescale(grads, scale)
+        for parameter, grad in zip(self.parameters, grads, strict=True):
+            sharded = isinstance(parameter, DTensor)
+            parameter.grad = dtensor_like(grad, cast(DTensor, parameter)) if sharded else grad
+        try:
+            self.optimizer.step()
+        finally:
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+
+def commit(buffers: list[Tensor], values: list[Tensor], skip: Tensor | None) -> None:
+    """Give buffers the values that the forward left for them."""
+    for buffer, value in zip(buffers, values, strict=True):
+        if buffer is value:
+            continue
+        buffer.copy_(value if skip is None else torch.where(skip.bool(), buffer, value))
+
+
+def norms(grads: list[Tensor]) -> Tensor:
+    """The 2-norm of each of n local gradients: (n,)."""
+    return torch.stack(torch._foreach_norm(grads, 2.0))
+
+
+def in_order(parts: list[Tensor], order: list[int]) -> Tensor:
+    """Joined norms in the model's order of parameters, in which torch would take them."""
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return joined if order == list(range(len(order))) else joined[order]
+
+
+def sum_of_squares(norms: Tensor, positions: list[int]) -> Tensor:
+    """The part of the squared total norm that this rank's shards hold: (1,)."""
+    return norms[positions].square().sum().reshape(1)
+
+
+def total_norm(norms: Tensor, sharded: Tensor, replicated: list[int]) -> Tensor:
+    """The norm of all gradients, of which every rank holds the replicated ones."""
+    total = sharded.squeeze(0)
+    if replicated:
+        total = total + norms[replicated].square().sum()
+    return total.sqrt()
+
+
+def unscaled(norm: Tensor, inverse: Tensor) -> Tensor:
+    """A norm without the loss scale."""
+    return norm * inverse
+
+
+def clip_coefficient(norm: Tensor, max_norm: float, inverse: Tensor | None) -> Tensor:
+    """What gradients are multiplied by: the formula of `torch.nn.utils.clip_grad_norm_`."""
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return coefficient if inverse is None else coefficient * inverse
+
+
+def is_not_finite(norm: Tensor) -> Tensor:
+    """One for a norm that is infinite or not a number, else zero."""
+    return (~torch.isfinite(norm)).to(torch.float32)
+
+
+def stop_unless_finite(total: Tensor, norms: Tensor, names: list[str]) -> Tensor:
+    """Pass on the total norm.
+
+    Raises:
+        NonFiniteGradientError: on every rank alike, if it is infinite or not a number.
+    """
+    if torch.isfinite(total):
+        return total
+    bad = [name for name, norm in zip(names, norms.tolist(), strict=True) if not _finite(norm)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, bad)
+        bad = [name for name in names if any(name in part for part in found)]
+    where = ", ".join(bad[:8]) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
+    raise NonFiniteGradientError(
+        f"the gradient of {where or 'the whole model'} is infinite or not a number, the total norm "
+        f"is {total.item()}. Nothing was updated. Look at the batch and at the learning rate, or "
+        "drop options={'stop_unless_finite': True} to go on regardless."
+    )
+
+
+def _finite(value: float) -> bool:
+    return value - value == 0

@@ -1,0 +1,124 @@
+"""What a step graph's inputs are at run time.
+
+Dynamo's inputs     parameters, buffers, the batch: as Dynamo hands them over
+tangents_1          the loss's gradient: 1/k for k micro-batches, times the loss scale
+exp_avg_h_0_weight  a tensor of the optimizer's state, looked up on every call, so that
+                    a loaded state dict takes effect
+group_0             a parameter group, for its learning rate and whatever else changes
+inverse_scale       one over the loss scale
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+
+from fxzero import _compat
+from fxzero.errors import CaptureError
+from fxzero.graph import StepGraph
+from fxzero.optimizers import OptimizerLayout, create_state
+
+
+class Binder:
+    """Makes the list of inputs of one run of a graph."""
+
+    def __init__(self, graph: StepGraph, layout: OptimizerLayout, micro_batches: int) -> None:
+        self.layout = layout
+        self.optimizer = layout.optimizer
+        self.placeholders: list[fx.Node] = list(graph.graph.find_nodes(op="placeholder"))
+        position = {
+            key: _compat.input_index(node) for node, key in graph.inputs.items() if not node._erased
+        }
+        self.size = len(self.placeholders)
+        self.inputs: list[tuple[int, int]] = []
+        """Positions: in the graph, in Dynamo's inputs."""
+        self.state: dict[int, list[tuple[int, str]]] = {}
+        """By a parameter's position in Dynamo's inputs: positions in the graph, and names."""
+        self.groups: list[tuple[int, int]] = []
+        self.tangents: list[tuple[int, Tensor]] = []
+        self.inverse_scales: list[tuple[int, Tensor]] = []
+        """Positions in the graph, and what such an input looks like."""
+        self._micro_batches = micro_batches
+        self._constants: tuple[float, list[tuple[int, Tensor]]] = (-1.0, [])
+        self.parameters = {key: index for key, index in position.items() if index is not None}
+        """Positions of the parameters in Dynamo's inputs, by key."""
+        for i, node in enumerate(self.placeholders):
+            match node.meta.get("fxzero_source"):
+                case ("state", key, name):
+                    self.state.setdefault(self.parameters[key], []).append((i, name))
+                case ("group", index):
+                    self.groups.append((i, index))
+                case ("inverse_scale",):
+                    self.inverse_scales.append((i, node.meta["val"]))
+                case None:
+                    self._bind(i, node)
+        self.placeholders = []
+
+    def copied(self, batch: Collection[int]) -> list[int]:
+        """Positions in the graph of what is another tensor in every step.
+
+        Args:
+            batch: positions in Dynamo's inputs of what is neither parameter nor buffer.
+        """
+        found = [i for i, index in self.inputs if index in batch]
+        return [*found, *(i for i, _ in (*self.tangents, *self.inverse_scales))]
+
+    def _bind(self, i: int, node: fx.Node) -> None:
+        index = _compat.input_index(node)
+        if index is not None:
+            self.inputs.append((i, index))
+        elif node.name.startswith("tangents_"):
+            self.tangents.append((i, node.meta["val"]))
+        else:
+            raise CaptureError(
+                f"the step graph has an input {node.name} ({node.meta.get('desc')}) that is no "
+                "input of the model: do some of the model's inputs or buffers share memory? Use "
+                "the ordinary loop with torch.compile(model, backend='fxzero')."
+            )
+
+    def __call__(self, inputs: Sequence[Any], loss_scale: float) -> list[Any]:
+        """The graph's inputs.
+
+        Args:
+            inputs: Dynamo's.
+            loss_scale: what the loss is multiplied by.
+        """
+        values: list[Any] = [None] * self.size
+        for i, index in self.inputs:
+            value = inputs[index]
+            values[i] = _compat.local_tensor(value) if isinstance(value, DTensor) else value
+        state = self.optimizer.state
+        for index, wanted in self.state.items():
+            found = state[inputs[index]]
+            for i, name in wanted:
+                value = found.get(name)
+                if value is None:
+                    self._restore_state()
+                    value = state[inputs[index]][name]
+                values[i] = _compat.local_tensor(value) if isinstance(value, DTensor) else value
+        for i, group in self.groups:
+            values[i] = self.optimizer.param_groups[group]
+        if self._constants[0] != loss_scale:
+            self._constants = loss_scale, self._made_of(loss_scale)
+        for i, value in self._constants[1]:
+            values[i] = value
+        return values
+
+    def _restore_state(self) -> None:
+        """Begin with fresh state where somebody has cleared it, as the optimizer itself would."""
+        create_state(self.layout, self.parameters)
+
+    def _made_of(self, loss_scale: float) -> list[tuple[int, Tensor]]:
+        """The inputs that depend on the loss scale alone."""
+        return [
+            (i, torch.full(like.shape, number, dtype=like.dtype, device=like.device))
+            for wanted, number in (
+                (self.tangents, loss_scale / self._micro_batches),
+                (self.inverse_scales, 1.0 / loss_scale),
+            )
+            for i, like in wanted
+        ]

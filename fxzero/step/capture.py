@@ -1,0 +1,175 @@
+"""From Dynamo's graph of the loss to a scheduled step, optimizer included.
+
+    Dynamo graph → AOTAutograd's joint graph → passes → executable
+
+The joint graph is never cut: nothing is saved from a forward for a backward, so nothing
+outlives its last use. What runs is a function of Dynamo's inputs and of the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from fxzero import _compat
+from fxzero.backend import Compilation, decompositions_of
+from fxzero.config import Config
+from fxzero.errors import CaptureError
+from fxzero.fold_layers import fold_layers
+from fxzero.graph import StepGraph
+from fxzero.optimizers import OptimizerLayout, create_state
+from fxzero.params import ParamSpec
+from fxzero.passes.base import Context, Fact, Pass
+from fxzero.runtime.cuda_graph import CudaGraphStep
+from fxzero.runtime.executor import executable
+from fxzero.shard_inputs import take_local_tensors
+from fxzero.step.binding import Binder
+
+
+def compile_graph(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    config: Config,
+    layout: OptimizerLayout,
+    specs: Mapping[int, ParamSpec],
+    static: Collection[int],
+    micro_batches: int,
+    clip_grad_norm: float | None,
+    scaled: bool,
+    observe: Callable[[Compilation], None],
+) -> tuple[Binder, Callable[[list[Any]], Any]]:
+    """Compile the step whose loss Dynamo's graph computes.
+
+    Args:
+        specs: the model's parameters by identity.
+        static: identities of the model's parameters and buffers.
+        observe: called with the compilation before it starts.
+
+    Returns:
+        What makes a list of inputs for one run, and what runs: it returns the loss, the
+        gradients' norm and whether the step was skipped, None where they are not wanted.
+
+    Raises:
+        CaptureError: the graph computes no scalar, or more than a loss.
+    """
+    check_loss(module)
+    plain = {
+        position: specs[id(value)]
+        for position, value in enumerate(example_inputs)
+        if isinstance(value, nn.Parameter) and value.requires_grad and id(value) in specs
+    }
+    compilation = Compilation(config, plain=plain, context=Context(optimizer=layout))
+    observe(compilation)
+    with _compat.collecting_only_new_objects():
+        inputs, _ = take_local_tensors(module, example_inputs)
+        decompositions = decompositions_of(config)
+        compilation.folds = fold_layers(module, decompositions)
+        with compilation.folds:
+            joint, num_forward_outputs = _compat.capture_joint(module, inputs, decompositions)
+            graph = compilation.read(joint, num_forward_outputs)
+        find_loss(graph)
+        create_state(layout, set(graph.gradients.values()))
+        passes = config.step_passes(micro_batches, clip_grad_norm, scaled)
+        why_not = no_cuda_graph(graph, layout, config) if config.cuda_graph else ""
+        if why_not:
+            compilation.context.warnings.append(f"cuda_graph has no effect: {why_not}")
+        call = lower(compilation, graph, passes)
+        binder = Binder(graph, layout, micro_batches)
+        if config.cuda_graph and not why_not:
+            batch = {i for i, value in enumerate(example_inputs) if id(value) not in static}
+            call = CudaGraphStep(call, binder.copied(batch), [i for i, _ in binder.groups])
+    _compat.return_free_memory()
+    return binder, call
+
+
+def no_cuda_graph(graph: StepGraph, layout: OptimizerLayout, config: Config) -> str:
+    """Why a step cannot be replayed as a CUDA graph; empty if it can."""
+    values = [n.meta.get("val") for n in graph.graph.find_nodes(op="placeholder")]
+    devices = {v.device.type for v in values if isinstance(v, Tensor) and v.dim()}
+    if devices != {"cuda"}:
+        return f"the step has tensors on {', '.join(sorted(devices))}"
+    if not layout.kernels:
+        return f"{layout.name} runs its own step(); pass fused=True if it has a fused kernel"
+    if config.stop_unless_finite:
+        return "stop_unless_finite waits for the GPU in every step"
+    return ""
+
+
+def check_loss(module: fx.GraphModule) -> None:
+    """See that a graph of Dynamo's returns a scalar to minimise, and nothing else."""
+    (values,) = next(iter(reversed(module.graph.nodes))).args
+    found = [n.meta.get("example_value") for n in values if isinstance(n, fx.Node)]
+    if not found:
+        raise CaptureError(
+            "the loss is no tensor that the graph computes. Return a scalar tensor, or pass "
+            "loss_fn(output, target) to compile_step."
+        )
+    if len(found) != 1:
+        raise CaptureError(
+            f"the step computes {len(found)} tensors that outlive it; it may return one loss. "
+            "Does the model return several, or keep an activation in an attribute?"
+        )
+    (loss,) = found
+    shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+    if not isinstance(loss, Tensor) or loss.dim() > 0:
+        raise CaptureError(
+            f"the loss must be a scalar tensor, found one of shape {shape}. Reduce it, or pass "
+            "loss_fn(output, target) to compile_step."
+        )
+    if not loss.requires_grad:
+        raise CaptureError(
+            "the loss depends on no parameter that requires a gradient. Was it computed under "
+            "no_grad, or detached?"
+        )
+
+
+def find_loss(graph: StepGraph) -> None:
+    """Find the loss among the joint graph's outputs.
+
+    Raises:
+        CaptureError: the forward changes something other than a buffer.
+    """
+    descriptions = graph.output.meta.get("desc") or ()
+    losses = [i for i, d in enumerate(descriptions) if _compat.is_output(d)]
+    others = graph.num_forward_outputs - len(graph.changed)
+    if len(losses) != 1 or others != 1:
+        raise CaptureError(
+            "the forward returns or changes tensors in a way that one step graph cannot hold: "
+            f"{[type(d).__name__ for d in descriptions[: graph.num_forward_outputs]]}. Use the "
+            "ordinary loop with torch.compile(model, backend='fxzero')."
+        )
+    graph.loss = losses[0]
+    graph.graph.set_codegen(fx.graph.CodeGen())  # inputs one by one, not primals and tangents
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target is not None and _writes_input(node):
+            raise CaptureError(
+                f"the forward changes its input {node.args[0]} in place ({node.target}). Use the "
+                "ordinary loop with torch.compile(model, backend='fxzero')."
+            )
+
+
+def _writes_input(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return False
+    return any(source.op == "placeholder" for source in node.all_input_nodes)
+
+
+def lower(
+    compilation: Compilation, graph: StepGraph, passes: Sequence[Pass]
+) -> Callable[[list[Any]], Any]:
+    """Schedule a joint graph and make it callable."""
+    config = compilation.config
+    compilation.specs = graph.specs
+    if compilation.keep_graphs:
+        compilation.joint = graph
+    compilation.run(graph, passes)
+    compilation.check_ranks(graph)
+    side_passes = [p for p in config.side_passes() if p.name != "release_saved"]
+    given = {Fact.STAMPED, Fact.GATHERED, Fact.CUT, Fact.RELEASED}
+    compilation.run(graph, side_passes, given)
+    states = {id(spec.state): spec.state for spec in graph.specs.values()}
+    return executable(graph, list(states.values()))

@@ -1,0 +1,449 @@
+"""`fxzero.compile_step`: forward, loss, backward, clipping and update, compiled as one graph."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils import _pytree as pytree
+
+from fxzero import _compat, backend
+from fxzero.config import Config
+from fxzero.errors import BatchError, CaptureError, ConfigError, FxZeroError
+from fxzero.optimizers import OptimizerLayout, kernels_of
+from fxzero.params import GradSync, ModelState, ParamSpec, register
+from fxzero.precision import LossScale, Precision, set_precision
+from fxzero.sharding import model_state, param_specs, shard
+from fxzero.step.capture import compile_graph
+
+log = logging.getLogger("fxzero")
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one training step did."""
+
+    loss: Tensor
+    """This rank's mean loss over the micro-batches; 0-d, without gradient."""
+    grad_norm: Tensor | None
+    """2-norm of all gradients before clipping, equal on all ranks; 0-d. None unless the step
+    clips, scales its loss, or stops at gradients that are not finite."""
+    learning_rates: tuple[float, ...]
+    """What this step updated each parameter group with."""
+    skipped: bool
+    """Whether gradients overflowed in fp16, so that nothing was changed."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The first parameter group's learning rate."""
+        return self.learning_rates[0]
+
+
+def compile_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    *,
+    micro_batches: int = 1,
+    clip_grad_norm: float | None = None,
+    precision: Precision | str | torch.dtype | None = None,
+    scheduler: LRScheduler | None = None,
+    options: Mapping[str, Any] | Config | None = None,
+) -> TrainStep:
+    """Make one call of a whole training step.
+
+        step = fxzero.compile_step(model, optimizer, loss_fn)
+        for inputs, targets in loader:
+            loss = step(inputs, targets).loss
+
+    Parameters, buffers and optimizer state stay the model's and the optimizer's own tensors:
+    stop after any step, save, train on with an ordinary loop, come back.
+
+    Args:
+        model: any module; one that `fxzero.shard` has not seen is sharded with ``zero=0``.
+        optimizer: over the model's parameters. SGD, Adam, AdamW and Adagrad are updated by
+            torch's fused kernels, bucket by bucket (on CUDA with ``fused=True``); another
+            optimizer runs its own ``step()`` at the end.
+        loss_fn: ``loss_fn(model(*batch[:-1]), batch[-1])``; without it the model returns
+            its loss.
+        micro_batches: into how many parts each tensor of a batch is split along dim 0.
+            Gradients are those of the mean of the parts' losses.
+        clip_grad_norm: the largest 2-norm of all gradients together.
+        precision: ``"bf16"``, ``"fp16"`` (with loss scaling), a dtype, or a `Precision`. The
+            default is what `fxzero.shard` was told.
+        scheduler: a learning-rate scheduler to step after every step that was not skipped.
+        options: settings of `fxzero.Config`.
+
+    Raises:
+        ConfigError: a setting that does not exist or does not fit; an optimizer over other
+            parameters than the model's.
+        CaptureError: an optimizer that cannot be part of a step.
+    """
+    return TrainStep(
+        model,
+        optimizer,
+        loss_fn,
+        micro_batches=micro_batches,
+        clip_grad_norm=clip_grad_norm,
+        precision=Precision.of(precision),
+        scheduler=scheduler,
+        config=Config.from_options(options),
+    )
+
+
+class TrainStep:
+    """A compiled training step: call it with a batch. See `compile_step`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        *,
+        micro_batches: int,
+        clip_grad_norm: float | None,
+        precision: Precision,
+        scheduler: LRScheduler | None,
+        config: Config,
+    ) -> None:
+        self.model = model = getattr(model, "_orig_mod", model)
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self._micro_batches = _checked_micro_batches(micro_batches)
+        _check_scheduler(scheduler, optimizer)
+        parameters = _optimized(model, optimizer)
+        kernels_of(optimizer)  # raises for what cannot be captured, before the model is touched
+        config.step_passes(self._micro_batches, clip_grad_norm, False)  # raises for bad settings
+        if model_state(model) is None:
+            shard(model, zero=0)
+            parameters = _optimized(model, optimizer)
+        set_precision(model, precision)
+        specs = param_specs(model)
+        scaled = any(s.compute_dtype is torch.float16 for s in specs.values())
+        self.loss_scale = LossScale(precision) if scaled else None
+        """The loss scale of an fp16 run; save and load its state_dict with a checkpoint."""
+        self._config = config
+        self._clip_grad_norm = clip_grad_norm
+        state = model_state(model)
+        assert state is not None
+        self._state: ModelState = state
+        self._specs = _specs_by_identity(model, specs, state)
+        self._parameters = parameters
+        self._loss_fn = loss_fn
+        self._fp32_loss = precision.fp32_loss
+        self._structure: object = None
+        self._loss: Callable[..., Any] | None = None
+        self._result: tuple[Tensor, Tensor | None, Tensor | None] | None = None
+        self._layout = self._new_layout()
+
+    def __call__(self, *batch: Any, **kwargs: Any) -> StepOutput:
+        """Train on one batch: this rank's.
+
+        Args:
+            batch: the model's arguments, then the target if there is a `loss_fn`. Tensors of
+                one dim or more are split along dim 0 if there are several micro-batches.
+            kwargs: further arguments of the model.
+
+        Raises:
+            BatchError: a batch that does not divide by the number of micro-batches.
+            CaptureError: a forward that is no single graph, or a loss that is no scalar.
+            NonFiniteGradientError: gradients that are not finite, where that is an error.
+        """
+        self._check(batch, kwargs)
+        self._follow_changes()
+        assert self._loss is not None
+        rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+        self._result = None
+        try:
+            with torch.enable_grad():
+                returned = self._loss(*batch, **kwargs)
+        except _compat.graph_break_errors() as error:
+            raise CaptureError(
+                "compile_step needs the forward and the loss in one graph, and Dynamo could not "
+                f"trace them:\n{error}\nRewrite what it names, or use the ordinary loop with "
+                "torch.compile(model, backend='fxzero'), which may have several graphs."
+            ) from error
+        result = self._take_result()
+        if result is None:
+            raise CaptureError(
+                f"the loss is no tensor of the graph but {type(returned).__name__} "
+                f"({returned!r}). Return a scalar tensor, or pass loss_fn(output, target)."
+            )
+        loss, norm, skip = result
+        skipped = self.loss_scale is not None and skip is not None and bool(skip.item())
+        if self.loss_scale is not None:
+            self.loss_scale.update(skipped)
+        if not skipped:
+            _compat.mark_stepped(self.optimizer)
+            if self.scheduler is not None:
+                self.scheduler.step()
+        return StepOutput(loss, norm, rates, skipped)
+
+    def _take_result(self) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+        """What the graph returned to the call that is running; None if none ran."""
+        result, self._result = self._result, None
+        return result
+
+    def _check(self, batch: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """See that this call means what the caller thinks."""
+        if self._loss_fn is not None and len(batch) < 2:
+            raise BatchError(
+                "with a loss_fn, step(*inputs, target) takes the model's inputs and a target; "
+                f"found {len(batch)} positional arguments."
+            )
+        if self._state.sync != GradSync.REDUCE.value or self._state.kept:
+            raise ConfigError(
+                "compile_step was called with gradients kept back by fxzero.no_sync. Pass "
+                "micro_batches=k instead: the step then reduces as seldom as its stage allows."
+            )
+        for name, parameter in self._parameters.items():
+            if _compat.has_gradient_hooks(parameter):
+                raise ConfigError(
+                    f"{name} has a gradient hook, which a compiled step would not run. Remove it, "
+                    "or use the ordinary loop with torch.compile(model, backend='fxzero')."
+                )
+            if parameter.grad is not None:
+                raise ConfigError(
+                    f"{name} has a .grad from an ordinary backward, which a compiled step would "
+                    "neither use nor clear. Call optimizer.zero_grad() before it."
+                )
+        for value in pytree.tree_leaves((tuple(batch), dict(kwargs))):
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise BatchError(
+                    f"a tensor of shape {list(value.shape)} in the batch requires a gradient, "
+                    "which a compiled step does not return. Detach it, or use the ordinary loop."
+                )
+        if self._micro_batches > 1:
+            _check_divides((tuple(batch), dict(kwargs)), self._micro_batches)
+
+    def _follow_changes(self) -> None:
+        """Compile anew if something changed that the graph is made for."""
+        now = (
+            tuple(p.requires_grad for p in self._parameters.values()),
+            tuple(_structure_of(group) for group in self.optimizer.param_groups),
+        )
+        if now == self._structure:
+            return
+        if self._structure is not None:
+            log.warning("compile_step compiles again: %s", self._what_changed(now))
+            _optimized(self.model, self.optimizer)
+            self._layout = self._new_layout()
+        self._structure = now
+        self._compiled_shapes: list[str] = []
+        self._loss = torch.compile(
+            _compat.private_code(self._loss_function()),
+            backend=self._compile,
+            fullgraph=True,
+            dynamic=False,
+        )
+
+    def _what_changed(self, now: Any) -> str:
+        before: Any = self._structure
+        names = [
+            name
+            for name, old, new in zip(self._parameters, before[0], now[0], strict=False)
+            if old != new
+        ]
+        if names:
+            return f"requires_grad of {', '.join(names[:8])} has changed"
+        return "the optimizer's parameter groups have changed"
+
+    def _loss_function(self) -> Any:
+        """What Dynamo traces: the loss of the first micro-batch."""
+        model, loss_fn, count, fp32 = (
+            self.model,
+            self._loss_fn,
+            self._micro_batches,
+            self._fp32_loss,
+        )
+
+        def first(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.dim() > 0:
+                return torch.ops.fxzero.micro_batch(value, 0, count)
+            return value
+
+        def widen(value: Any) -> Any:
+            low = (torch.float16, torch.bfloat16)
+            if isinstance(value, Tensor) and value.dtype in low:
+                return value.float()
+            return value
+
+        def loss(*batch: Any, **kwargs: Any) -> Any:
+            if count > 1:
+                batch, kwargs = pytree.tree_map(first, (batch, kwargs))
+            if loss_fn is None:
+                found = model(*batch, **kwargs)
+            else:
+                output = model(*batch[:-1], **kwargs)
+                if fp32:
+                    output = pytree.tree_map(widen, output)
+                found = loss_fn(output, batch[-1])
+            return found
+
+        return loss
+
+    def _new_layout(self) -> OptimizerLayout:
+        """What updates which parameter."""
+        keys = {id(p): self._specs[id(p)].key for p in self._parameters.values()}
+        group = {
+            keys[id(p)]: index
+            for index, settings in enumerate(self.optimizer.param_groups)
+            for p in settings["params"]
+        }
+        return OptimizerLayout(
+            optimizer=self.optimizer,
+            parameters={keys[id(p)]: p for p in self._parameters.values()},
+            group=group,
+            kernels=kernels_of(self.optimizer),
+        )
+
+    def _compile(
+        self, module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Sequence[Tensor]]:
+        """Dynamo's backend."""
+        shapes = ", ".join(str(list(v.shape)) for v in _batch_values(example_inputs, self._specs))
+        if self._compiled_shapes:
+            log.warning(
+                "compile_step compiles again: inputs %s, before %s", shapes, self._compiled_shapes
+            )
+        self._compiled_shapes.append(shapes)
+        try:
+            binder, run = compile_graph(
+                module,
+                example_inputs,
+                config=self._config,
+                layout=self._layout,
+                specs=self._specs,
+                static={id(t) for t in (*self.model.parameters(), *self.model.buffers())},
+                micro_batches=self._micro_batches,
+                clip_grad_norm=self._clip_grad_norm,
+                scaled=self.loss_scale is not None,
+                observe=_observe,
+            )
+        except FxZeroError as error:
+            raise _compat.passing_through_dynamo(error) from None
+
+        def call(*inputs: Any) -> Sequence[Tensor]:
+            with torch.no_grad():
+                scale = self.loss_scale.value if self.loss_scale is not None else 1.0
+                self._result = run(binder(inputs, scale))
+            return (self._result[0],)
+
+        return call
+
+
+def _observe(compilation: backend.Compilation) -> None:
+    for observe in backend.observers:
+        observe(compilation)
+
+
+def _batch_values(example_inputs: Sequence[Any], specs: Mapping[int, ParamSpec]) -> list[Tensor]:
+    """The tensors among a graph's inputs that are no parameters."""
+    found = (v for v in example_inputs if isinstance(v, Tensor) and id(v) not in specs)
+    return [v for v in found if not isinstance(v, (DTensor, nn.Parameter))]
+
+
+def _checked_micro_batches(count: int) -> int:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigError(f"micro_batches={count!r} must be a whole number, 1 or more")
+    return count
+
+
+def _check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
+    if scheduler is None:
+        return
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau needs a metric: call scheduler.step(metric) yourself, and leave "
+            "compile_step(scheduler=None)."
+        )
+    other = getattr(scheduler, "optimizer", optimizer)
+    if not callable(getattr(scheduler, "step", None)) or other is not optimizer:
+        raise ConfigError(
+            f"scheduler={type(scheduler).__name__} belongs to another optimizer than the one that "
+            "compile_step was given; make it with the same optimizer."
+        )
+
+
+def _optimized(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizer updates, by name, in the model's order.
+
+    Raises:
+        ConfigError: one of them is not the model's.
+    """
+    wanted = {
+        id(p): (g, i)
+        for g, group in enumerate(optimizer.param_groups)
+        for i, p in enumerate(group["params"])
+    }
+    found = {name: p for name, p in model.named_parameters() if id(p) in wanted}
+    strange = [place for key, place in wanted.items() if key not in {id(p) for p in found.values()}]
+    if strange:
+        group, index = strange[0]
+        raise ConfigError(
+            f"the optimizer has {len(strange)} parameters that are not the model's, the first one "
+            f"in group {group} at {index}. Was it made before fxzero.shard, or for another model? "
+            "Make it with model.parameters() of the model that compile_step is given."
+        )
+    if not any(p.requires_grad for p in found.values()):
+        raise ConfigError("no parameter of the optimizer requires a gradient: nothing to train")
+    return found
+
+
+def _specs_by_identity(
+    model: nn.Module, specs: Mapping[str, ParamSpec], state: ModelState
+) -> dict[int, ParamSpec]:
+    """The layout of every parameter, `ignored` ones included, which belong to their rank."""
+    by_identity = {id(s.parameter()): s for s in specs.values() if s.parameter is not None}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in by_identity:
+            by_identity[id(parameter)] = register(
+                ParamSpec(
+                    name=name,
+                    key=f"{state.number}/{name}",
+                    state=state,
+                    shape=tuple(parameter.shape),
+                    dtype=parameter.dtype,
+                    compute_dtype=parameter.dtype,
+                    reduce_dtype=parameter.dtype,
+                )
+            )
+    return by_identity
+
+
+def _structure_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a parameter group's kernel, and its state, depend on."""
+    flags = ("amsgrad", "fused", "foreach", "differentiable", "decoupled_weight_decay")
+    zeros = ("momentum", "dampening")
+    return (
+        len(group["params"]),
+        *(group.get(flag) for flag in flags),
+        *(group.get(number, 0) == 0 for number in zeros),
+    )
+
+
+def _check_divides(arguments: Any, micro_batches: int) -> None:
+    rows = {
+        pytree.keystr(path): value.shape[0]
+        for path, value in pytree.tree_leaves_with_path(arguments)
+        if isinstance(value, Tensor) and value.dim() > 0
+    }
+    if not rows:
+        raise BatchError(f"micro_batches={micro_batches}, but the batch holds no tensor to split")
+    different = len(set(rows.values())) > 1
+    odd = {place: n for place, n in rows.items() if n % micro_batches}
+    if different or odd:
+        shown = ", ".join(f"{place}: {n}" for place, n in rows.items())
+        problem = "tensors differ in dim 0" if different else f"do not divide by {micro_batches}"
+        raise BatchError(
+            f"micro_batches={micro_batches} splits every tensor of the batch along dim 0, whose "
+            f"sizes {problem}: {shown}. Nothing was changed. Pad or drop rows, choose another "
+            "number of micro-batches, or keep what is no batch out of the arguments."
+        )

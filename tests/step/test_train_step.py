@@ -1,0 +1,563 @@
+"""`fxzero.compile_step` in one process: what it computes bit by bit, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+
+import fxzero
+from fxzero.runtime import regions, updates
+
+EAGER: dict[str, Any] = {"lower_regions": {"backend": "eager"}}
+
+
+class Net(nn.Module):
+    """Tied weights, equal layers, dropout, and a buffer that the forward changes."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 16), nn.GELU(), nn.Linear(16, width)) for _ in range(3)
+        )
+        self.norm = nn.BatchNorm1d(width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B,) to (B, 11)."""
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = hidden + self.dropout(layer(hidden))
+        return self.norm(hidden) @ self.embedding.weight.t()
+
+
+def batches(steps: int = 5, rows: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens and targets."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        yield tuple(torch.randint(11, (2, rows), generator=generator))  # type: ignore[misc]
+
+
+def make(width: int = 8) -> Net:
+    """The same model every time."""
+    torch.manual_seed(0)
+    return Net(width)
+
+
+def fused_adamw(parameters: Any) -> Optimizer:
+    """What the graph runs as well."""
+    return AdamW(parameters, lr=1e-2, fused=True)
+
+
+def eager_steps(
+    model: nn.Module, optimizer: Optimizer, micro_batches: int, clip: float | None = None
+) -> list[Tensor]:
+    """The ordinary loop; returns its losses."""
+    losses = []
+    for tokens, targets in batches():
+        parts = zip(tokens.chunk(micro_batches), targets.chunk(micro_batches), strict=True)
+        of_parts = []
+        for part, wanted in parts:
+            loss = F.cross_entropy(model(part), wanted)
+            (loss / micro_batches).backward()
+            of_parts.append(loss.detach())
+        if clip is not None:
+            clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(torch.stack(of_parts).mean())
+    return losses
+
+
+def tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """All that training changes, by name."""
+    found = dict(model.state_dict())
+    for i, state in optimizer.state_dict()["state"].items():
+        found |= {f"{i} {name}": value for name, value in state.items()}
+    return {name: value.clone() for name, value in found.items()}
+
+
+def assert_bitwise(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare tensors by name."""
+    assert actual.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(actual[name], expected[name])]
+    assert not different
+
+
+@pytest.fixture
+def notes() -> Iterator[list[str]]:
+    """The warnings that fxzero logs meanwhile."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fxzero").addHandler(handler)
+    yield found
+    logging.getLogger("fxzero").removeHandler(handler)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_bitwise(micro_batches: int, clip: float | None) -> None:
+    """Dropout, running statistics, tied weights, accumulation and clipping, as in the loop."""
+    mine, theirs = make(), make()
+    optimizer, other = fused_adamw(mine.parameters()), fused_adamw(theirs.parameters())
+    step = fxzero.compile_step(
+        mine,
+        optimizer,
+        F.cross_entropy,
+        micro_batches=micro_batches,
+        clip_grad_norm=clip,
+        options=EAGER,
+    )
+    torch.manual_seed(5)
+    losses = [step(*batch).loss for batch in batches()]
+    torch.manual_seed(5)
+    expected = eager_steps(theirs, other, micro_batches, clip)
+    assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
+    assert_bitwise(tensors(mine, optimizer), tensors(theirs, other))
+
+
+def test_inductor_draws_the_numbers_of_an_eager_run() -> None:
+    """Dropout under compiled regions."""
+    mine, theirs = make(), make()
+    # Not AdamW: biases before a batch norm have gradients of nothing but rounding.
+    optimizer, other = (SGD(m.parameters(), lr=0.1) for m in (mine, theirs))
+    step = fxzero.compile_step(mine, optimizer, F.cross_entropy, micro_batches=2)
+    torch.manual_seed(5)
+    losses = [step(*batch).loss for batch in batches()]
+    after = torch.rand(1)
+    torch.manual_seed(5)
+    expected = eager_steps(theirs, other, micro_batches=2)
+    assert torch.equal(after, torch.rand(1))
+    for a, b in zip(losses, expected, strict=True):
+        assert (a - b).abs() <= 1e-5 * b.abs()
+
+
+def test_stopping_and_coming_back() -> None:
+    """Compiled steps, then eager ones, then compiled ones, next to eager ones all along."""
+    mine, theirs = make(), make()
+    optimizer, other = fused_adamw(mine.parameters()), fused_adamw(theirs.parameters())
+    step = fxzero.compile_step(mine, optimizer, F.cross_entropy, options=EAGER)
+    torch.manual_seed(5)
+    for batch in batches():
+        step(*batch)
+    eager_steps(mine, optimizer, micro_batches=1)
+    for batch in batches():
+        step(*batch)
+    torch.manual_seed(5)
+    for _ in range(3):
+        eager_steps(theirs, other, micro_batches=1)
+    assert_bitwise(tensors(mine, optimizer), tensors(theirs, other))
+
+
+def test_a_loaded_optimizer_state_takes_effect() -> None:
+    """``load_state_dict`` replaces the tensors that the graph was compiled with."""
+    model = make()
+    optimizer = fused_adamw(model.parameters())
+    step = fxzero.compile_step(model, optimizer, F.cross_entropy, options=EAGER)
+    (batch, *_) = batches()
+    torch.manual_seed(5)
+    step(*batch)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    step(*batch)
+    expected = tensors(model, optimizer)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    torch.manual_seed(5)
+    model.embedding(batch[0])
+    for _ in range(3):
+        model.dropout(torch.empty(8, 8))  # what the first step drew
+    step(*batch)
+    assert_bitwise(tensors(model, optimizer), expected)
+
+
+def test_cleared_optimizer_state_begins_afresh() -> None:
+    """As the optimizer itself would."""
+    model = make()
+    optimizer = fused_adamw(model.parameters())
+    step = fxzero.compile_step(model, optimizer, F.cross_entropy, options=EAGER)
+    for batch in batches(steps=2):
+        step(*batch)
+    optimizer.state.clear()
+    step(*batch)
+    assert {s["step"].item() for s in optimizer.state.values()} == {1.0}
+
+
+@pytest.mark.parametrize(
+    "make_scheduler",
+    [
+        lambda o: LambdaLR(o, lambda i: 1 / (i + 1)),
+        lambda o: OneCycleLR(o, max_lr=0.1, total_steps=20),
+    ],
+)
+def test_schedules_do_not_recompile(
+    make_scheduler: Callable[[Optimizer], Any], notes: list[str]
+) -> None:
+    """Not even one that changes betas from step to step."""
+    mine, theirs = make(), make()
+    optimizer, other = fused_adamw(mine.parameters()), fused_adamw(theirs.parameters())
+    scheduler, other_scheduler = make_scheduler(optimizer), make_scheduler(other)
+    step = fxzero.compile_step(mine, optimizer, F.cross_entropy, scheduler=scheduler, options=EAGER)
+    torch.manual_seed(5)
+    rates = [step(*batch).learning_rate for batch in batches()]
+    assert not notes
+    assert len(set(rates)) == 5
+    torch.manual_seed(5)
+    for i, (tokens, targets) in enumerate(batches()):
+        assert rates[i] == other.param_groups[0]["lr"]
+        F.cross_entropy(theirs(tokens), targets).backward()
+        other.step()
+        other.zero_grad()
+        other_scheduler.step()
+    assert_bitwise(tensors(mine, optimizer), tensors(theirs, other))
+
+
+def test_what_recompiles_says_so(notes: list[str]) -> None:
+    """A new shape, and a parameter that is frozen: both take effect, with a note."""
+    model = make()
+    optimizer = fused_adamw(model.parameters())
+    step = fxzero.compile_step(model, optimizer, F.cross_entropy, options=EAGER)
+    step(*next(batches(rows=8)))
+    step(*next(batches(rows=6)))
+    assert "compiles again: inputs [6]" in notes.pop()
+    model.layers[0][0].weight.requires_grad_(False)
+    before = model.layers[0][0].weight.clone()
+    step(*next(batches(rows=6)))
+    assert "requires_grad of layers.0.0.weight has changed" in notes.pop()
+    assert torch.equal(model.layers[0][0].weight, before)
+
+
+def test_a_note_on_eval_mode() -> None:
+    """Dynamo guards on the mode: no dropout and no new statistics under ``eval()``."""
+    model = make()
+    step = fxzero.compile_step(
+        model, SGD(model.parameters(), lr=0.0), F.cross_entropy, options=EAGER
+    )
+    batch = next(batches())
+    step(*batch)
+    model.eval()
+    statistics = model.norm.running_mean.clone()
+    assert torch.equal(step(*batch).loss, step(*batch).loss)
+    assert torch.equal(model.norm.running_mean, statistics)
+
+
+class Strange(nn.Module):
+    """A linear layer that returns something else than its result."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.what = what
+
+    def forward(self, x: Tensor) -> Any:
+        """(B, 4) to what it was told."""
+        y = self.layer(x)
+        match self.what:
+            case "vector":
+                return y
+            case "two":
+                return y.sum(), y.mean()
+            case "number":
+                return 3.0
+            case "detached":
+                return y.detach().sum()
+            case "dictionary":
+                return {"loss": y.sum(), "logits": y}
+            case "break":
+                torch._dynamo.graph_break()
+        return y.sum()
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("vector", r"must be a scalar tensor, found one of shape \[2, 4\]"),
+        ("two", "computes 2 tensors"),
+        ("number", "no tensor"),
+        ("detached", "depends on no parameter"),
+        ("dictionary", "computes 2 tensors"),
+        ("break", "one graph"),
+    ],
+)
+def test_no_loss(what: str, message: str) -> None:
+    """What cannot be one graph of one scalar is refused, and nothing changes."""
+    model = Strange(what)
+    optimizer = fused_adamw(model.parameters())
+    before = tensors(model, optimizer)
+    step = fxzero.compile_step(model, optimizer, options=EAGER)
+    with pytest.raises(fxzero.CaptureError, match=message):
+        step(torch.randn(2, 4))
+    assert_bitwise(tensors(model, optimizer), before)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            (torch.zeros(6, dtype=torch.long), torch.zeros(6, dtype=torch.long)),
+            "do not divide by 4",
+        ),
+        ((torch.zeros(8, dtype=torch.long), torch.zeros(4, dtype=torch.long)), "differ in dim 0"),
+        ((torch.zeros(8, dtype=torch.long),), r"step\(\*inputs, target\)"),
+    ],
+)
+def test_bad_batches(batch: tuple[Tensor, ...], message: str) -> None:
+    """Refused before anything runs."""
+    model = make()
+    optimizer = fused_adamw(model.parameters())
+    step = fxzero.compile_step(model, optimizer, F.cross_entropy, micro_batches=4, options=EAGER)
+    before = tensors(model, optimizer)
+    with pytest.raises(fxzero.BatchError, match=message):
+        step(*batch)
+    assert_bitwise(tensors(model, optimizer), before)
+
+
+def test_a_batch_that_wants_a_gradient() -> None:
+    """It would get none."""
+    model = Root()
+    step = fxzero.compile_step(model, fused_adamw(model.parameters()), options=EAGER)
+    with pytest.raises(fxzero.BatchError, match=r"\[8, 4\] in the batch requires a gradient"):
+        step(torch.randn(8, 4, requires_grad=True))
+
+
+def test_an_optimizer_over_other_parameters() -> None:
+    """Made for another model."""
+    with pytest.raises(fxzero.ConfigError, match="15 parameters that are not the model's"):
+        fxzero.compile_step(make(), fused_adamw(make().parameters()), F.cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"micro_batches": 0}, "micro_batches=0"),
+        ({"micro_batches": True}, "micro_batches=True"),
+        ({"clip_grad_norm": -1.0}, "clip_grad_norm=-1.0"),
+        ({"precision": "bf61"}, "did you mean 'bf16'"),
+        ({"options": {"prefech": {}}}, "did you mean 'prefetch'"),
+        (
+            {"precision": fxzero.Precision(torch.bfloat16, fp32_modules=("BatchNorm2d",))},
+            "BatchNorm1d",
+        ),
+    ],
+)
+def test_bad_settings(setting: dict[str, Any], message: str) -> None:
+    """Refused when the step is made."""
+    model = make()
+    with pytest.raises(fxzero.ConfigError, match=message):
+        fxzero.compile_step(model, fused_adamw(model.parameters()), F.cross_entropy, **setting)
+
+
+def test_bad_schedulers() -> None:
+    """One that wants a metric, and one of another optimizer."""
+    model = make()
+    optimizer, other = fused_adamw(model.parameters()), fused_adamw(model.parameters())
+    for scheduler, message in (
+        (ReduceLROnPlateau(optimizer), "needs a metric"),
+        (LambdaLR(other, lambda i: 1.0), "another optimizer"),
+    ):
+        with pytest.raises(fxzero.ConfigError, match=message):
+            fxzero.compile_step(model, optimizer, F.cross_entropy, scheduler=scheduler)
+
+
+def test_an_optimizer_that_evaluates_the_loss_itself() -> None:
+    """L-BFGS is no single step."""
+    model = make()
+    with pytest.raises(fxzero.CaptureError, match="LBFGS wants to evaluate the loss"):
+        fxzero.compile_step(model, torch.optim.LBFGS(model.parameters()), F.cross_entropy)
+
+
+def test_gradients_left_by_a_loop() -> None:
+    """Neither used nor dropped in silence."""
+    model = make()
+    step = fxzero.compile_step(model, fused_adamw(model.parameters()), F.cross_entropy)
+    tokens, targets = next(batches())
+    F.cross_entropy(model(tokens), targets).backward()
+    with pytest.raises(fxzero.ConfigError, match=r"embedding.weight has a .grad"):
+        step(tokens, targets)
+
+
+class Root(nn.Module):
+    """A model with one parameter whose gradient becomes infinite when it is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.root = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 4) to a scalar."""
+        return self.norm(self.layer(x)).square().mean() + self.root.sqrt()
+
+
+def test_stopping_at_a_gradient_that_is_not_finite() -> None:
+    """By name, with nothing changed; running statistics included."""
+    model = Root()
+    optimizer = fused_adamw(model.parameters())
+    step = fxzero.compile_step(model, optimizer, options={**EAGER, "stop_unless_finite": True})
+    step(torch.randn(8, 4))
+    with torch.no_grad():
+        model.root.zero_()
+    before = tensors(model, optimizer)
+    with pytest.raises(fxzero.NonFiniteGradientError, match=r"gradient of root is infinite"):
+        step(torch.randn(8, 4))
+    assert_bitwise(tensors(model, optimizer), before)
+
+
+def test_hooks_on_gradients_are_refused() -> None:
+    """The graph would not run them."""
+    model = Root()
+    step = fxzero.compile_step(model, fused_adamw(model.parameters()), options=EAGER)
+    model.layer.weight.register_hook(lambda grad: grad * 2)
+    with pytest.raises(fxzero.ConfigError, match=r"layer.weight has a gradient hook"):
+        step(torch.randn(8, 4))
+
+
+@pytest.mark.parametrize("name", ["stop_unless_finite", "cuda_graph"])
+def test_settings_of_whole_steps_mean_nothing_under_torch_compile(name: str) -> None:
+    """Said, and an error under ``strict``."""
+    options = {**EAGER, name: True, "strict": True}
+    model = torch.compile(nn.Linear(2, 2), backend="fxzero", options=options)
+    with pytest.raises(fxzero.ConfigError, match=f"{name} has no effect"):
+        model(torch.randn(1, 2))
+
+
+def test_cuda_graphs_on_cpu() -> None:
+    """Said, and training goes on."""
+    model = Root()
+    step = fxzero.compile_step(
+        model, fused_adamw(model.parameters()), options={**EAGER, "cuda_graph": True}
+    )
+    with pytest.warns(fxzero.FxZeroWarning, match="cuda_graph has no effect: the step has .* cpu"):
+        step(torch.randn(8, 4))
+
+
+def test_hooks_of_the_optimizer_run() -> None:
+    """Somebody who hooks into ``step()`` gets it."""
+    model = make()
+    optimizer = fused_adamw(model.parameters())
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    step = fxzero.compile_step(model, optimizer, F.cross_entropy, options=EAGER)
+    for batch in batches(steps=3):
+        step(*batch)
+    assert len(calls) == 3
+
+
+class TestLossScale:
+    """The meaning of DeepSpeed's fields."""
+
+    def scale(self, **fields: Any) -> Any:
+        """A loss scale by its rule."""
+        from fxzero.precision import LossScale
+
+        return LossScale(fxzero.Precision(torch.float16, **fields))
+
+    def test_halving_after_hysteresis(self) -> None:
+        """The first overflow only skips."""
+        scale = self.scale(hysteresis=2)
+        values = []
+        for overflow in (True, True, True, False):
+            scale.update(overflow)
+            values.append(scale.value)
+        assert values == [2.0**16, 2.0**15, 2.0**14, 2.0**14]
+
+    def test_doubling_after_a_window(self) -> None:
+        """Of steps without overflow, counted from the last one."""
+        scale = self.scale(loss_scale_window=3, hysteresis=1, initial_scale_power=4)
+        values = []
+        for overflow in (False, False, True, False, False, False, False):
+            scale.update(overflow)
+            values.append(scale.value)
+        assert values == [16, 16, 8, 8, 8, 16, 16]
+
+    def test_the_minimum_is_an_error(self) -> None:
+        """A run that overflows at the smallest scale is broken."""
+        scale = self.scale(min_loss_scale=4.0, initial_scale_power=3, hysteresis=1)
+        scale.update(True)
+        assert scale.value == 4.0
+        with pytest.raises(fxzero.NonFiniteGradientError, match="its minimum"):
+            scale.update(True)
+
+    def test_a_fixed_scale(self) -> None:
+        """Never moves."""
+        scale = self.scale(loss_scale=128.0)
+        for overflow in (True, True, False):
+            scale.update(overflow)
+        assert scale.value == 128.0
+
+    def test_saving(self) -> None:
+        """A loaded scale goes on like the saved one."""
+        first, second = self.scale(hysteresis=2), self.scale(hysteresis=2)
+        first.update(True)
+        second.load_state_dict(first.state_dict())
+        first.update(True)
+        second.update(True)
+        assert first.state_dict() == second.state_dict()
+        with pytest.raises(fxzero.ConfigError, match="loss scale's state"):
+            second.load_state_dict({"scale": 1})
+
+
+def test_modules_that_stay_in_fp32() -> None:
+    """By name of their class; what they are fed and what they give is cast."""
+    seen: dict[str, torch.dtype] = {}
+
+    class Norm(nn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            seen["input"], seen["weight"] = x.dtype, self.weight.dtype
+            return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Norm(4), nn.Linear(4, 4))
+    precision = fxzero.Precision(torch.bfloat16, fp32_modules=("Norm",))
+    step = fxzero.compile_step(
+        model,
+        fused_adamw(model.parameters()),
+        lambda output, target: seen.update(loss=output.dtype) or F.mse_loss(output, target),
+        precision=precision,
+        options=EAGER,
+    )
+    step(torch.randn(2, 4), torch.randn(2, 4))
+    assert seen == {"input": torch.float32, "weight": torch.float32, "loss": torch.float32}
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_python_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve layers with the compute taken out: what a step costs beside its kernels."""
+    from examples.models import gpt_bench
+
+    model = gpt_bench(
+        num_layers=12, num_heads=2, hidden=8, vocab_size=16, block_size=4, dropout=0.0
+    )
+    optimizer = fused_adamw(model.parameters())
+    step = fxzero.compile_step(model, optimizer)
+    tokens = torch.randint(16, (1, 4))
+    for _ in range(3):
+        step(tokens, tokens)
+    outputs: dict[int, Any] = {}
+
+    def replay(self: regions.Region, *inputs: Tensor) -> Any:
+        if id(self) not in outputs:
+            outputs[id(self)] = self.structure(list(inputs))
+        return outputs[id(self)]
+
+    monkeypatch.setattr(regions.Region, "__call__", replay)
+    for name in ("_foreach_add_", "_fused_adamw_"):
+        monkeypatch.setattr(updates.torch, name, lambda *_, **__: None)
+    best = float("inf")
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(10):
+            step(tokens, tokens)
+        best = min(best, (time.perf_counter() - start) / 10)
+    assert best < 2e-3, f"{best * 1e3:.2f} ms"
