@@ -19,6 +19,16 @@ class Dtype(Enum):
 
     float32 = torch.float32
     bfloat16 = torch.bfloat16
+    float16 = torch.float16
+
+
+class Step(Enum):
+    """How one step runs."""
+
+    compiled = "compiled"
+    """One graph from the batch to the update: `fxzero.compile_step`."""
+    eager = "eager"
+    """The ordinary loop around ``torch.compile(model, backend="fxzero")``."""
 
 
 @dataclass
@@ -48,13 +58,17 @@ class TrainerSettings:
     """The loop."""
 
     steps: int
+    step: Step
     batch_size: int
     """Rows per step, over all ranks."""
+    micro_batches: int
+    """Into how many parts each rank splits its rows, to need less memory."""
     warmup_steps: int
     """Steps over which the learning rate rises; from there it falls as a cosine."""
     min_lr_ratio: float
     """The last learning rate, as a part of the highest."""
-    clip_grad_norm: float
+    clip_grad_norm: float | None
+    """Largest 2-norm of all gradients together; null does not clip."""
     log_every: int
     """Steps between two records of the log."""
     val_every: int
@@ -67,7 +81,23 @@ class TrainerSettings:
     threads: int | None
     """CPU threads per rank; null for OMP_NUM_THREADS, or an even share of the cores."""
     compile: bool
-    """False runs the same model without torch.compile."""
+    """False runs the ordinary loop without torch.compile."""
+
+    def __post_init__(self) -> None:
+        """Refuse what would train nothing, or something else."""
+        least = {"steps": 0, "batch_size": 1, "micro_batches": 1, "warmup_steps": 0}
+        least |= {"log_every": 1, "val_every": 1, "val_batches": 1, "sample_length": 0}
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise ValueError(f"trainer.{name}={getattr(self, name)} must be {smallest} or more")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"trainer.min_lr_ratio={self.min_lr_ratio} must be from 0 to 1")
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise ValueError(
+                f"trainer.clip_grad_norm={self.clip_grad_norm} must be positive, or null"
+            )
+        if self.step is Step.compiled and not self.compile:
+            raise ValueError("trainer.compile=false wants trainer.step=eager")
 
 
 @dataclass
@@ -84,7 +114,14 @@ class Settings:
     precision: PrecisionSettings
     trainer: TrainerSettings
     fxzero: dict[str, Any]
-    """Options of the backend, as `torch.compile(..., options=...)` takes them."""
+    """Options of the compiler, as `torch.compile(..., options=...)` takes them."""
+
+    def __post_init__(self) -> None:
+        """Refuse what would be ignored."""
+        if self.fxzero and not self.trainer.compile:
+            raise ValueError("fxzero's options have no effect under trainer.compile=false")
+        if self.precision.param_dtype is Dtype.float16 and self.trainer.step is Step.eager:
+            raise ValueError("precision=fp16 scales the loss: that needs trainer.step=compiled")
 
     @classmethod
     def of(cls, cfg: DictConfig) -> Settings:

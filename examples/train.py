@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 examples/train.py -m zero=0,1,2,3
     python examples/train.py data=text data.path=book.txt model=gpt_lite optimizer.lr=6e-4
 
-Two lines of `train` are fxzero's: `fxzero.shard` and `backend="fxzero"`. The loop is the
-one that everybody writes. Settings are in `conf/`, logs go to `outputs/`.
+Two lines are fxzero's: `fxzero.shard`, and `fxzero.compile_step` or ``backend="fxzero"``.
+Settings are in `conf/`, logs go to `outputs/`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -43,7 +45,7 @@ from examples.ranks import (
     set_threads,
     world_size,
 )
-from examples.settings import DataSettings, Settings, TrainerSettings
+from examples.settings import DataSettings, Settings, Step, TrainerSettings
 
 
 def train(settings: Settings, output: Path) -> float:
@@ -62,34 +64,24 @@ def train(settings: Settings, output: Path) -> float:
     )
     torch.manual_seed(trainer.seed + rank())  # ranks start alike and drop out differently
 
-    # `compiled` has the parameters of `model`, which stays as it is for what is done
-    # rarely: validation and sampling.
-    compiled = model
-    if trainer.compile:
-        compiled = torch.compile(model, backend="fxzero", options=settings.fxzero)
     optimizer = make_optimizer(model, settings)
     schedule = make_schedule(optimizer, trainer)
+    run_step = make_step(model, optimizer, schedule, settings)
     train_batches, val_batches = make_batches(settings.data, trainer, model.config.block_size)
     tokens_per_step = trainer.batch_size * model.config.block_size
 
     with open_log(output, settings) as log:
         since = Mark.at(0, model)
         for step in range(1, trainer.steps + 1):
-            loss = compiled(*to_device(train_batches[step], model))
-            loss.backward()
-            grad_norm = clip_grad_norm_(model.parameters(), trainer.clip_grad_norm)
-            lr = schedule.get_last_lr()[0]
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
+            done = run_step(*to_device(train_batches[step], model))
 
             if step == 1 or step % trainer.log_every == 0 or step == trainer.steps:
-                mean_loss = mean_over_ranks(loss)
+                mean_loss = mean_over_ranks(done.loss)
                 now = Mark.at(step, model)
                 numbers = StepNumbers(
                     loss=mean_loss,
-                    lr=lr,
-                    grad_norm=to_float(grad_norm),
+                    lr=done.learning_rate,
+                    grad_norm=to_float(done.grad_norm),
                     tokens_per_s=tokens_per_step * (step - since.step) / (now.time - since.time),
                     peak_bytes=peak_bytes(),
                     **collectives_per_step(since, now),
@@ -103,6 +95,56 @@ def train(settings: Settings, output: Path) -> float:
                 since = Mark.at(step, model)
 
         return finish(model, train_batches, val_batches, trainer, log)
+
+
+def make_step(
+    model: GPT, optimizer: Optimizer, schedule: LambdaLR, settings: Settings
+) -> Callable[[Tensor, Tensor], fxzero.StepOutput]:
+    """One training step, as a function of tokens and targets."""
+    trainer = settings.trainer
+    if trainer.step is Step.compiled:
+        return fxzero.compile_step(
+            model,
+            optimizer,
+            micro_batches=trainer.micro_batches,
+            clip_grad_norm=trainer.clip_grad_norm,
+            scheduler=schedule,
+            options=settings.fxzero,
+        )
+    return ordinary_step(model, optimizer, schedule, settings)
+
+
+def ordinary_step(
+    model: GPT, optimizer: Optimizer, schedule: LambdaLR, settings: Settings
+) -> Callable[[Tensor, Tensor], fxzero.StepOutput]:
+    """The loop that everybody writes, around a compiled model."""
+    trainer = settings.trainer
+    # `compiled` has the parameters of `model`, which stays as it is for what is done
+    # rarely: validation and sampling.
+    compiled = model
+    if trainer.compile:
+        compiled = torch.compile(model, backend="fxzero", options=settings.fxzero)
+
+    def run(tokens: Tensor, targets: Tensor) -> fxzero.StepOutput:
+        count = trainer.micro_batches
+        parts = zip(tokens.chunk(count), targets.chunk(count), strict=True)
+        losses = []
+        for i, part in enumerate(parts, start=1):
+            last = i == trainer.micro_batches
+            with nullcontext() if last or settings.zero > 1 else fxzero.no_sync(model):
+                loss = compiled(*part)
+            (loss / trainer.micro_batches).backward()
+            losses.append(loss.detach())
+        grad_norm = None
+        if trainer.clip_grad_norm is not None:
+            grad_norm = clip_grad_norm_(model.parameters(), trainer.clip_grad_norm)
+        rates = tuple(schedule.get_last_lr())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        return fxzero.StepOutput(torch.stack(losses).mean(), grad_norm, rates, skipped=False)
+
+    return run
 
 
 def finish(
@@ -180,8 +222,10 @@ def to_device(batch: tuple[Tensor, Tensor], model: nn.Module) -> tuple[Tensor, T
     return tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
-def to_float(norm: Tensor) -> float:
+def to_float(norm: Tensor | None) -> float:
     """A norm as a number; that of shards is first added up over the ranks."""
+    if norm is None:
+        return math.nan
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 

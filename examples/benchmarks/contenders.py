@@ -1,10 +1,12 @@
 """Who takes part: each function turns the plain GPT into one way to train it.
 
     fxzero          fxzero.shard, then torch.compile(backend="fxzero")
+    fxzero-step     fxzero.shard, then fxzero.compile_step: the optimizer is in the graph
     ddp             DistributedDataParallel: nothing is sharded
     fsdp2           fully_shard on every block, then on the rest; all resharded after forward
     fsdp2_compile   the same, after torch.compile on every block, as torchtitan does it
     inductor        ddp under torch.compile: the whole model in as few graphs as it can
+    deepspeed       DeepSpeed ZeRO-3 with torch's fused AdamW, buckets of its default sizes
 
 All get the same weights and the same optimizer, so that only the way to train differs.
 """
@@ -69,6 +71,41 @@ def fxzero_compiled(model: GPT, job: Job) -> Training:
     return ordinary(torch.compile(model, backend="fxzero", options=dict(job.fxzero_options)))
 
 
+def fxzero_step(model: GPT, job: Job) -> Training:
+    """fxzero through its other door: one graph from the batch to the update."""
+    import fxzero
+
+    model = fxzero.shard(model, zero=job.zero)
+    optimizer = AdamW(model.parameters(), lr=1e-3, fused=True)
+    compiled = fxzero.compile_step(model, optimizer, options=dict(job.fxzero_options))
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        return compiled(tokens, targets).loss
+
+    return Training(model, optimizer, step)
+
+
+def deepspeed(model: GPT, job: Job) -> Training:
+    """DeepSpeed at the job's stage, with the same optimizer."""
+    import deepspeed
+
+    optimizer = AdamW(model.parameters(), lr=1e-3, fused=True)
+    config = {
+        "train_micro_batch_size_per_gpu": job.workload.batch,
+        "zero_optimization": {"stage": job.zero},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return Training(engine, optimizer, step)
+
+
 def ddp(model: GPT, job: Job) -> Training:
     """DistributedDataParallel as it comes."""
     return ordinary(DistributedDataParallel(model))
@@ -95,6 +132,8 @@ def fsdp2_compile(model: GPT, job: Job) -> Training:
 
 CONTENDERS = {
     "fxzero": Contender(fxzero_compiled, zero=None, imports=["fxzero", "fxzero.backend"]),
+    "fxzero-step": Contender(fxzero_step, zero=None, imports=["fxzero", "fxzero.backend"]),
+    "deepspeed": Contender(deepspeed, zero=None, imports=["deepspeed"]),
     "ddp": Contender(ddp, zero=0),
     "fsdp2": Contender(fsdp2, zero=3),
     "fsdp2_compile": Contender(fsdp2_compile, zero=3),

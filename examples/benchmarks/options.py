@@ -13,6 +13,14 @@ from examples.benchmarks.workload import DTYPES
 
 Device = StrEnum("Device", ["cpu", "cuda"])
 Dtype = StrEnum("Dtype", list(DTYPES))
+Mode = StrEnum("Mode", ["loop", "step", "both", "none"])
+DOORS = {
+    Mode.loop: "fxzero",
+    Mode.step: "fxzero-step",
+    Mode.both: "fxzero,fxzero-step",
+    Mode.none: "",
+}
+"""fxzero's own contenders: the ordinary loop under torch.compile, and `compile_step`."""
 
 
 def chosen(doors: str, peers: str) -> tuple[list[str], str]:
@@ -20,7 +28,7 @@ def chosen(doors: str, peers: str) -> tuple[list[str], str]:
     peer_names = contenders(peers)
     names = list(dict.fromkeys([*contenders(doors), *peer_names]))
     if not names:
-        raise typer.BadParameter("nothing to measure: --doors and --peers are both empty")
+        raise typer.BadParameter("nothing to measure: no door of fxzero and no peer was chosen")
     return names, (peer_names or names)[0]
 
 

@@ -1,6 +1,7 @@
 """Step time and memory of fxzero next to its peers, in one run.
 
     python examples/benchmarks/step_time.py --peers ddp,fsdp2 --json step_time.json
+    python examples/benchmarks/step_time.py --mode step --peers fsdp2,deepspeed,ddp --json FILE
 
 Every repeat runs every contender once, in an order that rotates, so that a machine that
 slows down slows all of them. Each run starts fresh processes with an empty compile cache.
@@ -55,7 +56,9 @@ def render(rows: Sequence[dict[str, Any]], reference: str) -> str:
 def main(
     json_path: Annotated[Path, typer.Option("--json", help="Where to write the figures.")],
     peers: Annotated[str, typer.Option(help="Whom to compare with, by comma.")] = "ddp,fsdp2",
-    doors: Annotated[str, typer.Option(help="fxzero's own contenders; may be empty.")] = "fxzero",
+    mode: Annotated[options.Mode, typer.Option(help="Which of fxzero's doors.")] = (
+        options.Mode.loop
+    ),
     zero: Annotated[int, typer.Option(help="ZeRO stage of fxzero.", min=0, max=3)] = 3,
     fxzero_options: Annotated[str, typer.Option(help="torch.compile options, as JSON.")] = "{}",
     ranks: Annotated[int, typer.Option(help="Processes.", min=1)] = 2,
@@ -74,7 +77,7 @@ def main(
     timeout_s: Annotated[float, typer.Option(help="Limit of one run, in seconds.")] = 900.0,
 ) -> None:
     """Measure step time and peak memory of fxzero and its peers, in turns."""
-    names, reference = options.chosen(doors, peers)
+    names, reference = options.chosen(options.DOORS[mode], peers)
     workload = Workload(
         layers=layers,
         hidden=hidden,
