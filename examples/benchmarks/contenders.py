@@ -94,6 +94,7 @@ def deepspeed(model: GPT, job: Job) -> Training:
         "train_micro_batch_size_per_gpu": job.workload.batch,
         "zero_optimization": {"stage": job.zero},
         "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,  # what the others do
     }
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from enum import StrEnum
 from typing import Any
@@ -40,6 +41,13 @@ def contenders(text: str) -> list[str]:
         raise typer.BadParameter(
             f"unknown contender {', '.join(unknown)}; the known ones are {', '.join(CONTENDERS)}"
         )
+    for name in names:
+        for module in CONTENDERS[name].imports:
+            if importlib.util.find_spec(module.partition(".")[0]) is None:
+                raise typer.BadParameter(
+                    f"{name} needs {module}, which is not installed: pip install -e '.[bench,peers]' "
+                    "--no-build-isolation"
+                )
     return names
 
 
