@@ -45,8 +45,8 @@ def contenders(text: str) -> list[str]:
         for module in CONTENDERS[name].imports:
             if importlib.util.find_spec(module.partition(".")[0]) is None:
                 raise typer.BadParameter(
-                    f"{name} needs {module}, which is not installed: pip install -e '.[bench,peers]' "
-                    "--no-build-isolation"
+                    f"{name} needs {module}, which is not installed: pip install -e "
+                    "'.[bench,peers]' --no-build-isolation"
                 )
     return names
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from fxzero import _compat
-from fxzero.errors import CaptureError
+from fxzero.errors import CaptureError, ConfigError
 from fxzero.graph import StepGraph
 from fxzero.optimizers import OptimizerLayout, create_state
 
@@ -87,6 +87,14 @@ class Binder:
             inputs: Dynamo's.
             loss_scale: what the loss is multiplied by.
         """
+        for key, parameter in self.layout.parameters.items():
+            index = self.parameters.get(key)
+            if index is not None and inputs[index] is not parameter:
+                raise ConfigError(
+                    f"parameter {key.partition('/')[2]} is another object than the optimizer's. "
+                    "Was it replaced, by load_state_dict(assign=True) say? Make optimizer and step "
+                    "anew after that."
+                )
         values: list[Any] = [None] * self.size
         for i, index in self.inputs:
             value = inputs[index]

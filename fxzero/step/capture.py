@@ -8,6 +8,7 @@ outlives its last use. What runs is a function of Dynamo's inputs and of the opt
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from fxzero.runtime.cuda_graph import CudaGraphStep
 from fxzero.runtime.executor import executable
 from fxzero.shard_inputs import take_local_tensors
 from fxzero.step.binding import Binder
+
+log = logging.getLogger("fxzero")
 
 
 def compile_graph(
@@ -71,6 +74,7 @@ def compile_graph(
             joint, num_forward_outputs = _compat.capture_joint(module, inputs, decompositions)
             graph = compilation.read(joint, num_forward_outputs)
         find_loss(graph)
+        drop_unwanted(graph, layout)
         create_state(layout, set(graph.gradients.values()))
         passes = config.step_passes(micro_batches, clip_grad_norm, scaled)
         why_not = no_cuda_graph(graph, layout, config) if config.cuda_graph else ""
@@ -149,6 +153,21 @@ def find_loss(graph: StepGraph) -> None:
                 f"the forward changes its input {node.args[0]} in place ({node.target}). Use the "
                 "ordinary loop with torch.compile(model, backend='fxzero')."
             )
+
+
+def drop_unwanted(graph: StepGraph, layout: OptimizerLayout) -> None:
+    """Compute no gradient of a parameter that the optimizer does not have."""
+    values = list(graph.output_values)
+    unwanted = {p: k for p, k in graph.gradients.items() if k not in layout.parameters}
+    if not unwanted:
+        return
+    names = ", ".join(graph.specs[key].name for key in unwanted.values())
+    log.warning("compile_step computes no gradient of %s: not in the optimizer", names)
+    for position in unwanted:
+        values[position] = None
+        del graph.gradients[position]
+    graph.set_output_values(values)
+    graph.graph.eliminate_dead_code()
 
 
 def _writes_input(node: fx.Node) -> bool:

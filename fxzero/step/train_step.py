@@ -75,7 +75,8 @@ def compile_step(
             its loss.
         micro_batches: into how many parts each tensor of a batch is split along dim 0.
             Gradients are those of the mean of the parts' losses.
-        clip_grad_norm: the largest 2-norm of all gradients together.
+        clip_grad_norm: the largest 2-norm of the gradients of all parameters that the
+            optimizer has.
         precision: ``"bf16"``, ``"fp16"`` (with loss scaling), a dtype, or a `Precision`. The
             default is what `fxzero.shard` was told.
         scheduler: a learning-rate scheduler to step after every step that was not skipped.
@@ -225,16 +226,14 @@ class TrainStep:
 
     def _follow_changes(self) -> None:
         """Compile anew if something changed that the graph is made for."""
-        now = (
-            tuple(p.requires_grad for p in self._parameters.values()),
-            tuple(_structure_of(group) for group in self.optimizer.param_groups),
-        )
+        now = self._structure_now()
         if now == self._structure:
             return
         if self._structure is not None:
             log.warning("compile_step compiles again: %s", self._what_changed(now))
-            _optimized(self.model, self.optimizer)
+            self._parameters = _optimized(self.model, self.optimizer)
             self._layout = self._new_layout()
+            now = self._structure_now()
         self._structure = now
         self._compiled_shapes: list[str] = []
         self._loss = torch.compile(
@@ -242,6 +241,13 @@ class TrainStep:
             backend=self._compile,
             fullgraph=True,
             dynamic=False,
+        )
+
+    def _structure_now(self) -> Any:
+        """What a graph is made for, beside what Dynamo guards."""
+        return (
+            tuple(p.requires_grad for p in self._parameters.values()),
+            tuple(_structure_of(group) for group in self.optimizer.param_groups),
         )
 
     def _what_changed(self, now: Any) -> str:
@@ -423,7 +429,7 @@ def _structure_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
     flags = ("amsgrad", "fused", "foreach", "differentiable", "decoupled_weight_decay")
     zeros = ("momentum", "dampening")
     return (
-        len(group["params"]),
+        tuple(map(id, group["params"])),
         *(group.get(flag) for flag in flags),
         *(group.get(number, 0) == 0 for number in zeros),
     )

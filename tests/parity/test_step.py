@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -266,13 +267,13 @@ def same_bits_as_the_ordinary_loop(zero: int) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("zero", [1, 3])
-def test_low_precision(ranks: Pools, precision: str, zero: int) -> None:
-    """Compute in 16 bits, masters and optimizer state in 32."""
-    ranks(2).run(computes_in_low_precision, precision, zero)
+@pytest.mark.parametrize(("zero", "micro_batches"), [(1, 1), (3, 1), (1, 4), (3, 4)])
+def test_low_precision(ranks: Pools, precision: str, zero: int, micro_batches: int) -> None:
+    """Compute in 16 bits; masters, sums of gradients and optimizer state in 32."""
+    ranks(2).run(computes_in_low_precision, precision, zero, micro_batches)
 
 
-def computes_in_low_precision(precision: str, zero: int) -> None:
+def computes_in_low_precision(precision: str, zero: int, micro_batches: int) -> None:
     """Job: against torch.compile over ``shard(param_dtype=…)``, whose parity has its own tests."""
     example = EXAMPLES["mlp"]
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
@@ -286,21 +287,31 @@ def computes_in_low_precision(precision: str, zero: int) -> None:
     options = {"lower_regions": {"backend": "eager"}}
     wanted = fxzero.Precision(dtype, reduce_dtype=torch.float32)
     step = fxzero.compile_step(
-        WithLoss(model, example.loss), optimizer, precision=wanted, options=options
+        WithLoss(model, example.loss),
+        optimizer,
+        micro_batches=micro_batches,
+        precision=wanted,
+        options=options,
     )
     other, other_optimizer = prepared(param_dtype=dtype, reduce_dtype=torch.float32)
     compiled = torch.compile(WithLoss(other, example.loss), backend="fxzero", options=options)
     for batch in batches(example, torch.float32, steps=5):
         mine = rows_of_rank(batch)
-        loss = compiled(**mine)
-        (loss * scale).backward()
+        losses = []
+        for part in range(micro_batches):
+            rows = {name: value.chunk(micro_batches)[part] for name, value in mine.items()}
+            last = part == micro_batches - 1
+            with nullcontext() if last or zero == 3 else fxzero.no_sync(other):
+                loss = compiled(**rows)
+            (loss * (scale / micro_batches)).backward()
+            losses.append(loss.detach())
         for parameter in other.parameters():
             assert parameter.grad is not None
             parameter.grad.mul_(1 / scale)
         other_optimizer.step()
         other_optimizer.zero_grad()
         out = step(**mine)
-        assert torch.equal(out.loss, loss.detach())
+        assert torch.equal(out.loss, torch.stack(losses).mean() if len(losses) > 1 else losses[0])
         assert not out.skipped
     assert all(p.dtype == torch.float32 for p in model.parameters())
     assert_same(full_parameters(model), full_parameters(other), rtol=0)

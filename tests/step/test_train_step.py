@@ -443,6 +443,30 @@ def test_cuda_graphs_on_cpu() -> None:
         step(torch.randn(8, 4))
 
 
+def test_a_parameter_group_that_comes_later(notes: list[str]) -> None:
+    """From the next step on it is trained."""
+    model = Root()
+    optimizer = fused_adamw(model.layer.parameters())
+    step = fxzero.compile_step(model, optimizer, options=EAGER)
+    step(torch.randn(8, 4))
+    assert "no gradient of norm.weight, norm.bias, root: not in the optimizer" in notes.pop(0)
+    assert model.root.item() == 1.0
+    optimizer.add_param_group({"params": [model.root], "lr": 0.1})
+    step(torch.randn(8, 4))
+    assert "parameter groups have changed" in notes[0]
+    assert model.root.item() < 1.0
+
+
+def test_a_replaced_parameter() -> None:
+    """The optimizer would update the old one."""
+    model = Root()
+    step = fxzero.compile_step(model, fused_adamw(model.parameters()), options=EAGER)
+    step(torch.randn(8, 4))
+    model.root = nn.Parameter(torch.ones(()))
+    with pytest.raises(fxzero.ConfigError, match="parameter root is another object"):
+        step(torch.randn(8, 4))
+
+
 def test_hooks_of_the_optimizer_run() -> None:
     """Somebody who hooks into ``step()`` gets it."""
     model = make()
