@@ -19,6 +19,7 @@ from fxzero.passes import (
     Accumulate,
     Bucket,
     ClipGrads,
+    DrawMasks,
     LowerRegions,
     LowerTransfers,
     Pass,
@@ -30,6 +31,7 @@ from fxzero.passes import (
     StampNodes,
     Update,
 )
+from fxzero.passes.lower_regions import RegionBackend
 
 T = TypeVar("T")
 
@@ -97,7 +99,9 @@ class Config:
 
     def side_passes(self) -> list[Pass]:
         """The passes of each side of the cut, in order."""
-        return [LowerTransfers(), ReleaseSaved(), self.lower_regions]
+        fuses = self.lower_regions.backend is RegionBackend.INDUCTOR
+        masks = [DrawMasks()] if fuses else []
+        return [LowerTransfers(), ReleaseSaved(), *masks, self.lower_regions]
 
 
 def build(kind: type[T], values: Mapping[str, Any], where: str) -> T:

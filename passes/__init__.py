@@ -8,6 +8,7 @@ from fxzero.passes.accumulate import Accumulate
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.passes.bucket import Bucket
 from fxzero.passes.clip_grads import ClipGrads
+from fxzero.passes.draw_masks import DrawMasks
 from fxzero.passes.lower_regions import LowerRegions
 from fxzero.passes.lower_transfers import LowerTransfers
 from fxzero.passes.prefetch import Prefetch
@@ -37,7 +38,7 @@ STEP: tuple[type[Pass], ...] = (
     Update,
     Prefetch,
 )
-SIDES: tuple[type[Pass], ...] = (LowerTransfers, ReleaseSaved, LowerRegions)
+SIDES: tuple[type[Pass], ...] = (LowerTransfers, ReleaseSaved, DrawMasks, LowerRegions)
 
 __all__ = [
     "JOINT",
@@ -47,6 +48,7 @@ __all__ = [
     "Bucket",
     "ClipGrads",
     "Context",
+    "DrawMasks",
     "Fact",
     "LowerRegions",
     "LowerTransfers",

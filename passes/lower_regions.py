@@ -76,15 +76,16 @@ def runs(graph: StepGraph) -> list[list[fx.Node]]:
         if not is_lowerable(node):
             found.append([])
             continue
-        if found[-1] and _place(found[-1][-1]) != _place(node):
+        if found[-1] and not same_region(found[-1][-1], node):
             found.append([])
         found[-1].append(node)
     return [run for run in found if not all(is_view(n) for n in run)]
 
 
-def _place(node: fx.Node) -> tuple[str, int]:
-    """What the nodes of a run have in common."""
-    return stamp_of(node).layer, stamp_of(node).micro_step
+def same_region(node: fx.Node, other: fx.Node) -> bool:
+    """Whether two lowerable nodes, one after the other, are of one region."""
+    mine, theirs = stamp_of(node), stamp_of(other)
+    return (mine.layer, mine.micro_step) == (theirs.layer, theirs.micro_step)
 
 
 @dataclass(frozen=True)
