@@ -11,7 +11,7 @@ import ctypes
 import gc
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
 from torch import fx
 from torch.distributed.tensor import DTensor
+
+from fxzero.errors import CaptureError
 
 
 @contextlib.contextmanager
@@ -292,7 +294,7 @@ def capture_joint(
         raise _Captured(joint, num_fwd_outputs)
 
     def compiler(graph: fx.GraphModule, _: Any) -> Any:
-        raise AssertionError("AOTAutograd took a training step for inference")
+        raise CaptureError("no parameter that requires a gradient goes into the loss")
 
     try:
         aot_compile(
@@ -319,8 +321,20 @@ def graph_break_errors() -> tuple[type[Exception], ...]:
     """What Dynamo raises when it cannot make one graph of a function."""
     from torch._dynamo import exc
 
-    names = ("Unsupported", "FailOnRecompileLimitHit", "TorchRuntimeError", "UserError")
+    names = ("Unsupported", "TorchRuntimeError", "UserError")
     return tuple(getattr(exc, name) for name in names if hasattr(exc, name))
+
+
+def recompile_limit_error() -> type[Exception]:
+    """What Dynamo raises when it has compiled a function too often."""
+    from torch._dynamo import exc
+
+    return exc.FailOnRecompileLimitHit
+
+
+def recompile_limit() -> int:
+    """How often Dynamo compiles one function."""
+    return int(torch._dynamo.config.recompile_limit)
 
 
 def private_code(function: types.FunctionType) -> Callable[..., Any]:
@@ -352,7 +366,25 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether somebody wants to be called before or after ``optimizer.step()``."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    from torch.optim import optimizer as module
+
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or vars(module)["_global_optimizer_pre_hooks"]
+        or vars(module)["_global_optimizer_post_hooks"]
+    )
+
+
+def num_module_hooks(modules: Iterable[torch.nn.Module]) -> int:
+    """How many hooks there are on modules: Dynamo does not look whether some were added."""
+    return sum(
+        len(m._forward_hooks)
+        + len(m._forward_pre_hooks)
+        + len(m._backward_hooks)
+        + len(m._backward_pre_hooks)
+        for m in modules
+    )
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:

@@ -116,7 +116,7 @@ def create_state(layout: OptimizerLayout, keys: Collection[str]) -> None:
             if key not in keys or layout.group[key] != index:
                 continue
             state = optimizer.state[parameter]
-            if all(name in state for name in kernel.state):
+            if all(state.get(name) is not None for name in kernel.state):
                 continue
             if kernel.name == "sgd":
                 with _compat.mode_of(parameter):

@@ -26,6 +26,7 @@ from fxzero.graph.stamps import stamp_of
 from fxzero.groups import Group
 from fxzero.params import GradSync, ParamSpec
 from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.runtime.updates import laid_out_like
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -197,9 +198,37 @@ def place(graph: StepGraph, spec: ParamSpec, parts: list[Partial]) -> fx.Node:
                 role = replace(compute, role=Role.ACCUMULATE)
                 total = graph.call(_aten.add_.Tensor, (total, grad), stamp=role)
             if part is parts[-1] and len(parts) > 1 and not reduce_each:
-                total = _synchronise(graph, total, spec, part.markers, stamp, compute)
+                # What is done to the sum belongs to the transfer: no layer computes it.
+                prepare = replace(stamp, role=Role.PREPARE)
+                total = _synchronise(graph, total, spec, part.markers, stamp, prepare)
+            if part is parts[-1] and graph.loss is not None:
+                finish = replace(stamp, role=Role.FINISH)
+                total = _laid_out(graph, total, spec, finish)
     assert total is not None
     return total
+
+
+def _laid_out(graph: StepGraph, grad: fx.Node, spec: ParamSpec, stamp: Stamp) -> fx.Node:
+    """A gradient in the layout of its parameter, as autograd would accumulate it.
+
+    Fused updates walk through both in the order of memory.
+    """
+    (parameter,) = (node for node, key in graph.inputs.items() if key == spec.key)
+    mine, theirs = grad.meta["val"], parameter.meta["val"]
+    if has_layout(mine, theirs):
+        return grad
+    assert graph.fake_mode is not None
+    with graph.fake_mode:
+        value = torch.empty_strided(
+            theirs.shape, theirs.stride(), dtype=mine.dtype, device=mine.device
+        )
+    return graph.call(laid_out_like, (grad, parameter), stamp=stamp, value=value)
+
+
+def has_layout(tensor: torch.Tensor, like: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have their elements in the same places."""
+    pairs = zip(tensor.shape, tensor.stride(), like.stride(), strict=True)
+    return all(mine == theirs for size, mine, theirs in pairs if size > 1)
 
 
 def _own(graph: StepGraph, grad: fx.Node, dtype: torch.dtype, compute: Stamp) -> fx.Node:

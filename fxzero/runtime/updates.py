@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fxzero._compat import dtensor_like
-from fxzero.errors import NonFiniteGradientError
+from fxzero.errors import CaptureError, NonFiniteGradientError
 
 Lists = list[list[Tensor]]
 Group = dict[str, Any]
@@ -158,6 +158,14 @@ class OwnStep:
             parameter.grad = dtensor_like(grad, cast(DTensor, parameter)) if sharded else grad
         try:
             self.optimizer.step()
+        except Exception as error:
+            if not any(isinstance(parameter, DTensor) for parameter in self.parameters):
+                raise
+            raise CaptureError(
+                f"{type(self.optimizer).__name__}.step() failed on sharded parameters: {error}. "
+                "It may not work on DTensors at all: try it in an ordinary loop, or use zero=0. "
+                "Parameters before the one that it failed at may have been updated."
+            ) from error
         finally:
             for parameter in self.parameters:
                 parameter.grad = None
@@ -172,6 +180,11 @@ def commit(buffers: list[Tensor], values: list[Tensor], skip: Tensor | None) -> 
         if buffer is value:
             continue
         buffer.copy_(value if skip is None else torch.where(skip.bool(), buffer, value))
+
+
+def laid_out_like(grad: Tensor, parameter: Tensor) -> Tensor:
+    """A copy of a gradient with the strides of its parameter."""
+    return torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
 
 
 def norms(grads: list[Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from fxzero import _compat
@@ -75,6 +76,7 @@ def compile_graph(
             graph = compilation.read(joint, num_forward_outputs)
         find_loss(graph)
         drop_unwanted(graph, layout)
+        refuse_sparse(graph)
         create_state(layout, set(graph.gradients.values()))
         passes = config.step_passes(micro_batches, clip_grad_norm, scaled)
         why_not = no_cuda_graph(graph, layout, config) if config.cuda_graph else ""
@@ -114,7 +116,8 @@ def check_loss(module: fx.GraphModule) -> None:
     if len(found) != 1:
         raise CaptureError(
             f"the step computes {len(found)} tensors that outlive it; it may return one loss. "
-            "Does the model return several, or keep an activation in an attribute?"
+            "Does the model return several, or bind a tensor to an attribute (self.x = …, or "
+            "self.x += … on a buffer)? Write into buffers in place: self.x.add_(…)."
         )
     (loss,) = found
     shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -168,6 +171,21 @@ def drop_unwanted(graph: StepGraph, layout: OptimizerLayout) -> None:
         del graph.gradients[position]
     graph.set_output_values(values)
     graph.graph.eliminate_dead_code()
+
+
+def refuse_sparse(graph: StepGraph) -> None:
+    """Gradients are dense here.
+
+    Raises:
+        CaptureError: one is not.
+    """
+    for position, key in graph.gradients.items():
+        value = graph.output_values[position].meta["val"]
+        if value.layout is not torch.strided:
+            raise CaptureError(
+                f"the gradient of {graph.specs[key].name} is sparse ({value.layout}). Use "
+                "nn.Embedding(sparse=False)."
+            )
 
 
 def _writes_input(node: fx.Node) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -21,6 +23,7 @@ from fxzero.optimizers import OptimizerLayout, kernels_of
 from fxzero.params import GradSync, ModelState, ParamSpec, register
 from fxzero.precision import LossScale, Precision, set_precision
 from fxzero.sharding import model_state, param_specs, shard
+from fxzero.step.binding import Binder
 from fxzero.step.capture import compile_graph
 
 log = logging.getLogger("fxzero")
@@ -74,7 +77,8 @@ def compile_step(
         loss_fn: ``loss_fn(model(*batch[:-1]), batch[-1])``; without it the model returns
             its loss.
         micro_batches: into how many parts each tensor of a batch is split along dim 0.
-            Gradients are those of the mean of the parts' losses.
+            Gradients are those of the mean of the parts' losses. What the forward does to
+            Python objects happens once a step, what it does to buffers in every part.
         clip_grad_norm: the largest 2-norm of the gradients of all parameters that the
             optimizer has.
         precision: ``"bf16"``, ``"fp16"`` (with loss scaling), a dtype, or a `Precision`. The
@@ -136,11 +140,17 @@ class TrainStep:
         assert state is not None
         self._state: ModelState = state
         self._specs = _specs_by_identity(model, specs, state)
+        if clip_grad_norm is not None or scaled or config.stop_unless_finite:
+            _refuse_ignored(parameters, specs)
         self._parameters = parameters
+        self._modules = list(model.modules())
         self._loss_fn = loss_fn
         self._fp32_loss = precision.fp32_loss
         self._structure: object = None
         self._loss: Callable[..., Any] | None = None
+        self._compiled_shapes: list[str] = []
+        self._programs: list[tuple[Binder, Callable[[list[Any]], Any]]] = []
+        """What Dynamo's graphs were compiled to."""
         self._result: tuple[Tensor, Tensor | None, Tensor | None] | None = None
         self._layout = self._new_layout()
 
@@ -165,6 +175,13 @@ class TrainStep:
         try:
             with torch.enable_grad():
                 returned = self._loss(*batch, **kwargs)
+        except _compat.recompile_limit_error() as error:
+            raise CaptureError(
+                f"this step was compiled {_compat.recompile_limit()} times, for "
+                f"{self._compiled_shapes}, and is called with yet another shape, or with a number "
+                "in the model that changes from step to step. Pad batches to a few shapes, keep "
+                "changing numbers in tensors, or raise torch._dynamo.config.recompile_limit."
+            ) from error
         except _compat.graph_break_errors() as error:
             raise CaptureError(
                 "compile_step needs the forward and the loss in one graph, and Dynamo could not "
@@ -199,6 +216,8 @@ class TrainStep:
                 "with a loss_fn, step(*inputs, target) takes the model's inputs and a target; "
                 f"found {len(batch)} positional arguments."
             )
+        if torch.is_inference_mode_enabled():
+            raise ConfigError("a training step was called under torch.inference_mode")
         if self._state.sync != GradSync.REDUCE.value or self._state.kept:
             raise ConfigError(
                 "compile_step was called with gradients kept back by fxzero.no_sync. Pass "
@@ -222,6 +241,7 @@ class TrainStep:
                     "which a compiled step does not return. Detach it, or use the ordinary loop."
                 )
         if self._micro_batches > 1:
+            _check_splits((tuple(batch), dict(kwargs)), self._micro_batches)
             _check_divides((tuple(batch), dict(kwargs)), self._micro_batches)
 
     def _follow_changes(self) -> None:
@@ -235,10 +255,11 @@ class TrainStep:
             self._layout = self._new_layout()
             now = self._structure_now()
         self._structure = now
-        self._compiled_shapes: list[str] = []
+        self._compiled_shapes = []
+        self._programs = []
         self._loss = torch.compile(
             _compat.private_code(self._loss_function()),
-            backend=self._compile,
+            backend=_weakly(self, TrainStep._compile),
             fullgraph=True,
             dynamic=False,
         )
@@ -248,6 +269,8 @@ class TrainStep:
         return (
             tuple(p.requires_grad for p in self._parameters.values()),
             tuple(_structure_of(group) for group in self.optimizer.param_groups),
+            _compat.has_step_hooks(self.optimizer),
+            _compat.num_module_hooks(self._modules),
         )
 
     def _what_changed(self, now: Any) -> str:
@@ -259,7 +282,9 @@ class TrainStep:
         ]
         if names:
             return f"requires_grad of {', '.join(names[:8])} has changed"
-        return "the optimizer's parameter groups have changed"
+        if before[1] != now[1]:
+            return "the optimizer's parameter groups have changed"
+        return "hooks were added or removed"
 
     def _loss_function(self) -> Any:
         """What Dynamo traces: the loss of the first micro-batch."""
@@ -297,6 +322,12 @@ class TrainStep:
 
     def _new_layout(self) -> OptimizerLayout:
         """What updates which parameter."""
+        new = [name for name, p in self._parameters.items() if id(p) not in self._specs]
+        if new:
+            raise ConfigError(
+                f"the model has got new parameters since compile_step: {', '.join(new[:8])}. Make "
+                "the step anew."
+            )
         keys = {id(p): self._specs[id(p)].key for p in self._parameters.values()}
         group = {
             keys[id(p)]: index
@@ -336,13 +367,33 @@ class TrainStep:
         except FxZeroError as error:
             raise _compat.passing_through_dynamo(error) from None
 
-        def call(*inputs: Any) -> Sequence[Tensor]:
-            with torch.no_grad():
-                scale = self.loss_scale.value if self.loss_scale is not None else 1.0
-                self._result = run(binder(inputs, scale))
-            return (self._result[0],)
+        self._programs.append((binder, run))
+        number = len(self._programs) - 1
+        return _weakly(self, lambda step, *inputs: step._run(number, inputs))
 
-        return call
+    def _run(self, number: int, inputs: Sequence[Any]) -> Sequence[Tensor]:
+        """Run one of the compiled graphs."""
+        binder, run = self._programs[number]
+        scale = self.loss_scale.value if self.loss_scale is not None else 1.0
+        with torch.no_grad():
+            result = self._result = run(binder(inputs, scale))
+        return (result[0],)
+
+
+def _weakly(step: TrainStep, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a step that does not keep it alive.
+
+    Dynamo keeps backends, and what they return, for as long as the code that it compiled
+    lives, which the step itself holds: no garbage collector would find that circle.
+    """
+    reference = weakref.ref(step)
+
+    def call(*args: Any) -> Any:
+        found = reference()
+        assert found is not None, "only the step itself runs its code"
+        return function(found, *args)
+
+    return call
 
 
 def _observe(compilation: backend.Compilation) -> None:
@@ -424,6 +475,18 @@ def _specs_by_identity(
     return by_identity
 
 
+def _refuse_ignored(parameters: Mapping[str, nn.Parameter], specs: Mapping[str, ParamSpec]) -> None:
+    """One norm for all ranks cannot hold gradients that every rank has for itself."""
+    known = {id(s.parameter()) for s in specs.values() if s.parameter is not None}
+    ignored = [n for n, p in parameters.items() if p.requires_grad and id(p) not in known]
+    if ignored and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"fxzero.shard ignores {', '.join(ignored[:8])}, whose gradients differ from rank to "
+            "rank. Clipping, fp16 and stop_unless_finite need one norm for all ranks: take these "
+            "parameters out of ignored=, or out of the optimizer."
+        )
+
+
 def _structure_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a parameter group's kernel, and its state, depend on."""
     flags = ("amsgrad", "fused", "foreach", "differentiable", "decoupled_weight_decay")
@@ -433,6 +496,17 @@ def _structure_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
         *(group.get(flag) for flag in flags),
         *(group.get(number, 0) == 0 for number in zeros),
     )
+
+
+def _check_splits(arguments: Any, micro_batches: int) -> None:
+    plain = (Tensor, int, float, complex, bool, str, type(None), torch.dtype, torch.device)
+    for path, value in pytree.tree_leaves_with_path(arguments):
+        if not isinstance(value, plain):
+            raise BatchError(
+                f"micro_batches={micro_batches} cannot split {pytree.keystr(path)}, a "
+                f"{type(value).__name__}: every micro-batch would see all of it. Pass tensors, in "
+                "tuples, lists or dicts."
+            )
 
 
 def _check_divides(arguments: Any, micro_batches: int) -> None:

@@ -266,8 +266,52 @@ def same_bits_as_the_ordinary_loop(zero: int) -> None:
     assert_same(state, full_optimizer_state(ordinary, ordinary_optimizer), rtol=0)
 
 
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_ignored_parameters(ranks: Pools, clip: float | None) -> None:
+    """They are each rank's own: updated, but in no norm that all ranks share."""
+    ranks(2).run(train_beside_an_ignored_parameter, clip)
+
+
+def train_beside_an_ignored_parameter(clip: float | None) -> None:
+    """Job."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    own = model[1].bias
+    fxzero.shard(model, zero=0, ignored=[own])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_fn = nn.functional.mse_loss
+    options = {"lower_regions": {"backend": "eager"}}
+    if clip is not None:
+        with pytest.raises(fxzero.ConfigError, match=r"ignores 1\.bias"):
+            fxzero.compile_step(model, optimizer, loss_fn, clip_grad_norm=clip)
+        return
+    step = fxzero.compile_step(model, optimizer, loss_fn, options=options)
+    torch.manual_seed(dist.get_rank())
+    x, y = torch.randn(6, 4), torch.randn(6, 1)
+    expected = own.detach() - 0.1 * torch.autograd.grad(loss_fn(model(x), y), [own])[0]
+    step(x, y)
+    assert torch.allclose(own, expected, rtol=1e-5)
+    weight = model[0].weight.detach()
+    assert torch.equal(weight, mean_over_ranks(weight))
+
+
+def test_an_optimizer_that_cannot_take_shards(ranks: Pools) -> None:
+    """It is named."""
+    ranks(2).run(fail_in_the_optimizer)
+
+
+def fail_in_the_optimizer() -> None:
+    """Job."""
+    model = fxzero.shard(nn.Linear(4, 4), zero=3)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    options = {"lower_regions": {"backend": "eager"}}
+    step = fxzero.compile_step(model, optimizer, nn.functional.mse_loss, options=options)
+    with pytest.raises(fxzero.CaptureError, match=r"Adafactor\.step\(\) failed on sharded"):
+        step(torch.randn(2, 4), torch.randn(2, 4))
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize(("zero", "micro_batches"), [(1, 1), (3, 1), (1, 4), (3, 4)])
+@pytest.mark.parametrize(("zero", "micro_batches"), [(0, 4), (1, 1), (3, 1), (1, 4), (3, 4)])
 def test_low_precision(ranks: Pools, precision: str, zero: int, micro_batches: int) -> None:
     """Compute in 16 bits; masters, sums of gradients and optimizer state in 32."""
     ranks(2).run(computes_in_low_precision, precision, zero, micro_batches)

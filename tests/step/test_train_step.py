@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -441,6 +443,104 @@ def test_cuda_graphs_on_cpu() -> None:
     )
     with pytest.warns(fxzero.FxZeroWarning, match="cuda_graph has no effect: the step has .* cpu"):
         step(torch.randn(8, 4))
+
+
+class Strided(nn.Module):
+    """Parameters whose gradients come in another layout than their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing = nn.Parameter(torch.randn(3, 4, 5))
+        self.offset = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 5) to a scalar."""
+        return torch.einsum("bi,hki->bhk", x, self.mixing).square().mean() + self.offset.sum()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("kind", [AdamW, SGD, torch.optim.RMSprop])
+def test_layouts_of_gradients(
+    kind: Callable[..., Optimizer], clip: float | None, micro_batches: int
+) -> None:
+    """Transposed and expanded: fused kernels walk through memory."""
+    torch.manual_seed(0)
+    mine = Strided().double()
+    theirs = copy.deepcopy(mine)
+    optimizer, other = (kind(m.parameters(), lr=0.01) for m in (mine, theirs))
+    step = fxzero.compile_step(
+        mine, optimizer, micro_batches=micro_batches, clip_grad_norm=clip, options=EAGER
+    )
+    for _ in range(3):
+        x = torch.randn(8, 5, dtype=torch.float64)
+        step(x)
+        for part in x.chunk(micro_batches):
+            (theirs(part) / micro_batches).backward()
+        if clip is not None:
+            clip_grad_norm_(theirs.parameters(), clip)
+        other.step()
+        other.zero_grad()
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        assert (a - b).abs().max() <= 1e-12 * b.abs().max()
+
+
+def test_it_ends_with_its_last_reference() -> None:
+    """Model, optimizer and graphs are free to go."""
+    model = Root()
+    optimizer = fused_adamw(model.parameters())
+    step = fxzero.compile_step(model, optimizer, options=EAGER)
+    step(torch.randn(8, 4))
+    alive = [weakref.ref(each) for each in (model, optimizer, step, model.layer.weight)]
+    del model, optimizer, step
+    gc.collect()
+    assert [reference() for reference in alive] == [None] * 4
+
+
+def test_too_many_shapes() -> None:
+    """Said with what to do."""
+    model = Root()
+    step = fxzero.compile_step(model, fused_adamw(model.parameters()), options=EAGER)
+    for rows in range(2, 10):
+        step(torch.randn(rows, 4))
+    with pytest.raises(fxzero.CaptureError, match="Pad batches to a few shapes"):
+        step(torch.randn(10, 4))
+
+
+def test_what_cannot_be_split() -> None:
+    """Every micro-batch would see all of it."""
+    model = make()
+    step = fxzero.compile_step(
+        model, fused_adamw(model.parameters()), F.cross_entropy, micro_batches=2, options=EAGER
+    )
+    tokens, targets = next(batches())
+    with pytest.raises(fxzero.BatchError, match=r"cannot split .*, a ndarray"):
+        step(tokens, targets, extra=targets.numpy())
+
+
+def test_sparse_gradients() -> None:
+    """Named."""
+    model = nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Linear(4, 11))
+    step = fxzero.compile_step(model, SGD(model.parameters()), F.cross_entropy, options=EAGER)
+    with pytest.raises(fxzero.CaptureError, match=r"gradient of 0\.weight is sparse"):
+        step(*next(batches()))
+
+
+def test_hooks_that_come_later(notes: list[str]) -> None:
+    """Of modules and of the optimizer: from the next step on they run."""
+    model = Root()
+    optimizer = fused_adamw(model.parameters())
+    step = fxzero.compile_step(model, optimizer, options=EAGER)
+    x = torch.randn(8, 4)
+    step(x)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("optimizer"))
+    model.layer.register_forward_hook(lambda module, inputs, output: output * 0)
+    root = model.root.detach().sqrt()
+    bias = model.norm.bias.detach().square().mean()
+    assert torch.allclose(step(x).loss, root + bias)
+    assert calls == ["optimizer"]
+    assert any("hooks were added" in note for note in notes)
 
 
 def test_a_parameter_group_that_comes_later(notes: list[str]) -> None:
