@@ -88,7 +88,7 @@ class Shared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 4) to a scalar."""
-        return (x + self.a + self.b).square().sum()
+        return ((self.a + self.b) * x.sum(0)).square().sum()
 
 
 def test_gradients_that_share_memory_are_not_added_to_in_place() -> None:

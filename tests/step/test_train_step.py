@@ -485,6 +485,37 @@ def test_layouts_of_gradients(
         assert (a - b).abs().max() <= 1e-12 * b.abs().max()
 
 
+class ReadsAhead(nn.Module):
+    """Its first layer reads the value of the second one's weight, in backward as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 4) to a scalar."""
+        hidden = self.first(x) @ self.second.weight.detach()
+        return self.second(hidden.tanh()).square().sum()
+
+
+def test_a_parameter_that_backward_reads_after_its_gradient() -> None:
+    """Its update waits for the last reader, be it of another layer."""
+    torch.manual_seed(0)
+    mine = ReadsAhead().double()
+    theirs = copy.deepcopy(mine)
+    optimizer, other = (SGD(m.parameters(), lr=0.1) for m in (mine, theirs))
+    step = fxzero.compile_step(mine, optimizer, options=EAGER)
+    for _ in range(3):
+        x = torch.randn(4, 4, dtype=torch.float64)
+        step(x)
+        theirs(x).backward()
+        other.step()
+        other.zero_grad()
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        assert (a - b).abs().max() <= 1e-12 * b.abs().max()
+
+
 def test_it_ends_with_its_last_reference() -> None:
     """Model, optimizer and graphs are free to go."""
     model = Root()
