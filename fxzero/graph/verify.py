@@ -4,8 +4,10 @@
     waits         every collective is waited for exactly once per tensor, after its launch
                   and before its first use
     releases      nothing reads a parameter after its release
-    reductions    every trainable parameter's gradient is reduced exactly once before it
-                  leaves the graph
+    reductions    every trainable parameter's gradient is reduced exactly once (in a step of
+                  several micro-batches, each of its terms) before it leaves the graph or
+                  updates the parameter
+    updates       nothing reads a parameter, or a buffer, after it was updated
     randomness    a random node is never run twice
     ranks         the sequence of collectives is the same on all ranks (`check_ranks`)
 
@@ -51,6 +53,8 @@ def verify(graph: StepGraph, facts: Iterable[str], *, after: str) -> None:
         check_releases(graph, after)
     if "reduced" in known and "cut" not in known:
         check_reductions(graph, after)
+    if "updated" in known:
+        check_updates(graph, after)
 
 
 def _fail(graph: StepGraph, node: fx.Node, after: str, rule: str, advice: str) -> None:
@@ -182,21 +186,8 @@ def check_reductions(graph: StepGraph, after: str) -> None:
     values = graph.output_values
     for position, key in graph.gradients.items():
         node = values[position]
-        spec = graph.specs[key]
-        if not isinstance(node, fx.Node):
-            continue
-        expected = [g.name for g in (spec.shard_group, *spec.replica_groups) if g is not None]
-        found = _reductions(node)
-        if found is None:
-            continue  # kept whole on purpose, by no_sync
-        if sorted(found) != sorted(expected):
-            _fail(
-                graph,
-                node,
-                after,
-                f"the gradient of {spec.name} is reduced over groups {found}, expected {expected}",
-                "Every trainable parameter is reduced once over each group that shares it.",
-            )
+        if isinstance(node, fx.Node):
+            _check_reduced(graph, node, key, after)
     for node in graph.graph.nodes:
         if node.op == "call_function" and stamp_of(node).role is Role.RESHARD:
             _fail(
@@ -206,6 +197,51 @@ def check_reductions(graph: StepGraph, after: str) -> None:
                 f"the gradient marker {node.name} was left in the graph",
                 "shard_grads replaces all of them: is its parameter's gradient an output?",
             )
+
+
+def _check_reduced(graph: StepGraph, node: fx.Node, key: str, after: str) -> None:
+    """See that a gradient passed the reductions of its parameter."""
+    spec = graph.specs[key]
+    expected = [g.name for g in (spec.shard_group, *spec.replica_groups) if g is not None]
+    found = _reductions(node)
+    if found is None:
+        return  # kept whole on purpose, by no_sync
+    if sorted(found) != sorted(expected):
+        _fail(
+            graph,
+            node,
+            after,
+            f"the gradient of {spec.name} is reduced over groups {found}, expected {expected}",
+            "Every trainable parameter is reduced once over each group that shares it.",
+        )
+
+
+def check_updates(graph: StepGraph, after: str) -> None:
+    """Updates get reduced gradients, and come after the last reader of what they change."""
+    owner: dict[fx.Node, fx.Node] = {}
+    changed: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        base = view_base(node)
+        owner[node] = owner[base] if base is not None else node
+        for source in node.all_input_nodes:
+            update = changed.get(owner[source])
+            if update is not None:
+                _fail(
+                    graph,
+                    node,
+                    after,
+                    f"{node.name} reads {source.name} after {update.name} has changed it",
+                    "Move the update behind the last reader.",
+                )
+        if node.op != "call_function" or stamp_of(node).role is not Role.UPDATE:
+            continue
+        targets, values = node.args[:2]
+        assert isinstance(targets, (list, tuple))
+        assert isinstance(values, (list, tuple))
+        for target in targets:
+            changed[owner[target]] = node
+        for key, gradient in zip(stamp_of(node).params, values, strict=False):
+            _check_reduced(graph, gradient, key, after)
 
 
 def _reductions(node: fx.Node) -> list[str] | None:

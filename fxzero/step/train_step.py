@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from fxzero import _compat, backend
@@ -25,6 +24,14 @@ from fxzero.precision import LossScale, Precision, set_precision
 from fxzero.sharding import model_state, param_specs, shard
 from fxzero.step.binding import Binder
 from fxzero.step.capture import compile_graph
+from fxzero.step.checks import (
+    check_divides,
+    check_micro_batches,
+    check_scheduler,
+    check_splits,
+    optimized_parameters,
+    refuse_ignored,
+)
 
 log = logging.getLogger("fxzero")
 
@@ -121,14 +128,14 @@ class TrainStep:
         self.model = model = getattr(model, "_orig_mod", model)
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self._micro_batches = _checked_micro_batches(micro_batches)
-        _check_scheduler(scheduler, optimizer)
-        parameters = _optimized(model, optimizer)
+        self._micro_batches = check_micro_batches(micro_batches)
+        check_scheduler(scheduler, optimizer)
+        parameters = optimized_parameters(model, optimizer)
         kernels_of(optimizer)  # raises for what cannot be captured, before the model is touched
         config.step_passes(self._micro_batches, clip_grad_norm, False)  # raises for bad settings
         if model_state(model) is None:
             shard(model, zero=0)
-            parameters = _optimized(model, optimizer)
+            parameters = optimized_parameters(model, optimizer)
         set_precision(model, precision)
         specs = param_specs(model)
         scaled = any(s.compute_dtype is torch.float16 for s in specs.values())
@@ -141,7 +148,7 @@ class TrainStep:
         self._state: ModelState = state
         self._specs = _specs_by_identity(model, specs, state)
         if clip_grad_norm is not None or scaled or config.stop_unless_finite:
-            _refuse_ignored(parameters, specs)
+            refuse_ignored(parameters, specs)
         self._parameters = parameters
         self._modules = list(model.modules())
         self._loss_fn = loss_fn
@@ -241,8 +248,8 @@ class TrainStep:
                     "which a compiled step does not return. Detach it, or use the ordinary loop."
                 )
         if self._micro_batches > 1:
-            _check_splits((tuple(batch), dict(kwargs)), self._micro_batches)
-            _check_divides((tuple(batch), dict(kwargs)), self._micro_batches)
+            check_splits((tuple(batch), dict(kwargs)), self._micro_batches)
+            check_divides((tuple(batch), dict(kwargs)), self._micro_batches)
 
     def _follow_changes(self) -> None:
         """Compile anew if something changed that the graph is made for."""
@@ -251,7 +258,7 @@ class TrainStep:
             return
         if self._structure is not None:
             log.warning("compile_step compiles again: %s", self._what_changed(now))
-            self._parameters = _optimized(self.model, self.optimizer)
+            self._parameters = optimized_parameters(self.model, self.optimizer)
             self._layout = self._new_layout()
             now = self._structure_now()
         self._structure = now
@@ -407,53 +414,6 @@ def _batch_values(example_inputs: Sequence[Any], specs: Mapping[int, ParamSpec])
     return [v for v in found if not isinstance(v, (DTensor, nn.Parameter))]
 
 
-def _checked_micro_batches(count: int) -> int:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ConfigError(f"micro_batches={count!r} must be a whole number, 1 or more")
-    return count
-
-
-def _check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
-    if scheduler is None:
-        return
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ConfigError(
-            "ReduceLROnPlateau needs a metric: call scheduler.step(metric) yourself, and leave "
-            "compile_step(scheduler=None)."
-        )
-    other = getattr(scheduler, "optimizer", optimizer)
-    if not callable(getattr(scheduler, "step", None)) or other is not optimizer:
-        raise ConfigError(
-            f"scheduler={type(scheduler).__name__} belongs to another optimizer than the one that "
-            "compile_step was given; make it with the same optimizer."
-        )
-
-
-def _optimized(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizer updates, by name, in the model's order.
-
-    Raises:
-        ConfigError: one of them is not the model's.
-    """
-    wanted = {
-        id(p): (g, i)
-        for g, group in enumerate(optimizer.param_groups)
-        for i, p in enumerate(group["params"])
-    }
-    found = {name: p for name, p in model.named_parameters() if id(p) in wanted}
-    strange = [place for key, place in wanted.items() if key not in {id(p) for p in found.values()}]
-    if strange:
-        group, index = strange[0]
-        raise ConfigError(
-            f"the optimizer has {len(strange)} parameters that are not the model's, the first one "
-            f"in group {group} at {index}. Was it made before fxzero.shard, or for another model? "
-            "Make it with model.parameters() of the model that compile_step is given."
-        )
-    if not any(p.requires_grad for p in found.values()):
-        raise ConfigError("no parameter of the optimizer requires a gradient: nothing to train")
-    return found
-
-
 def _specs_by_identity(
     model: nn.Module, specs: Mapping[str, ParamSpec], state: ModelState
 ) -> dict[int, ParamSpec]:
@@ -475,18 +435,6 @@ def _specs_by_identity(
     return by_identity
 
 
-def _refuse_ignored(parameters: Mapping[str, nn.Parameter], specs: Mapping[str, ParamSpec]) -> None:
-    """One norm for all ranks cannot hold gradients that every rank has for itself."""
-    known = {id(s.parameter()) for s in specs.values() if s.parameter is not None}
-    ignored = [n for n, p in parameters.items() if p.requires_grad and id(p) not in known]
-    if ignored and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ConfigError(
-            f"fxzero.shard ignores {', '.join(ignored[:8])}, whose gradients differ from rank to "
-            "rank. Clipping, fp16 and stop_unless_finite need one norm for all ranks: take these "
-            "parameters out of ignored=, or out of the optimizer."
-        )
-
-
 def _structure_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a parameter group's kernel, and its state, depend on."""
     flags = ("amsgrad", "fused", "foreach", "differentiable", "decoupled_weight_decay")
@@ -496,34 +444,3 @@ def _structure_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
         *(group.get(flag) for flag in flags),
         *(group.get(number, 0) == 0 for number in zeros),
     )
-
-
-def _check_splits(arguments: Any, micro_batches: int) -> None:
-    plain = (Tensor, int, float, complex, bool, str, type(None), torch.dtype, torch.device)
-    for path, value in pytree.tree_leaves_with_path(arguments):
-        if not isinstance(value, plain):
-            raise BatchError(
-                f"micro_batches={micro_batches} cannot split {pytree.keystr(path)}, a "
-                f"{type(value).__name__}: every micro-batch would see all of it. Pass tensors, in "
-                "tuples, lists or dicts."
-            )
-
-
-def _check_divides(arguments: Any, micro_batches: int) -> None:
-    rows = {
-        pytree.keystr(path): value.shape[0]
-        for path, value in pytree.tree_leaves_with_path(arguments)
-        if isinstance(value, Tensor) and value.dim() > 0
-    }
-    if not rows:
-        raise BatchError(f"micro_batches={micro_batches}, but the batch holds no tensor to split")
-    different = len(set(rows.values())) > 1
-    odd = {place: n for place, n in rows.items() if n % micro_batches}
-    if different or odd:
-        shown = ", ".join(f"{place}: {n}" for place, n in rows.items())
-        problem = "tensors differ in dim 0" if different else f"do not divide by {micro_batches}"
-        raise BatchError(
-            f"micro_batches={micro_batches} splits every tensor of the batch along dim 0, whose "
-            f"sizes {problem}: {shown}. Nothing was changed. Pad or drop rows, choose another "
-            "number of micro-batches, or keep what is no batch out of the arguments."
-        )

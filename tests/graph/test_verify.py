@@ -15,10 +15,11 @@ from fxzero.backend import Compilation
 from fxzero.errors import VerificationError
 from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
 from fxzero.graph.stamps import set_stamp, stamp_of
-from fxzero.graph.verify import collectives_digest, verify
+from fxzero.graph.verify import check_updates, collectives_digest, verify
 from fxzero.passes import Fact
 from tests.parity.harness import Pools
 from tests.passes.test_recompute import with_dropout
+from tests.stepping import chain_of, step_graph
 from tests.tracing import Chain, chain, clone, find, of, of_role, scheduled
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -273,3 +274,26 @@ def test_ranks_that_differ_get_an_error(ranks: Pools, world: int, difference: st
 def test_ranks_that_agree_get_none(ranks: Pools, world: int) -> None:
     """The same code on all ranks."""
     assert ranks(world).run(compile_differently, "nothing") == ["", ""]
+
+
+def test_a_parameter_that_is_read_after_its_update() -> None:
+    """It would be the next step's."""
+    graph = step_graph(chain_of(2), zero=0, world_size=1)
+    check_updates(graph, "prefetch")
+    update = of_role(graph, Role.UPDATE)[0]
+    parameter = update.args[0][0]  # type: ignore[index]
+    with graph.graph.inserting_after(update):
+        stamp = Stamp(Phase.BACKWARD, made_by="test")
+        graph.call(torch.ops.aten.clone.default, (parameter,), stamp=stamp)
+    with pytest.raises(VerificationError, match=r"clone.* reads .* after update_.* has changed it"):
+        check_updates(graph, "prefetch")
+
+
+def test_an_update_by_a_gradient_that_was_not_reduced() -> None:
+    """Each rank would go its own way."""
+    graph = step_graph(chain_of(2), zero=0, world_size=2)
+    update = of_role(graph, Role.UPDATE)[0]
+    transfer = graph.transfers(name="reduce")[0]
+    update.args = (update.args[0], [transfer.tensors[0]], *update.args[2:])
+    with pytest.raises(VerificationError, match=r"reduced over groups \[\], expected"):
+        check_updates(graph, "prefetch")

@@ -1,0 +1,110 @@
+"""What `compile_step` refuses, before anything has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils import _pytree as pytree
+
+from fxzero.errors import BatchError, ConfigError
+from fxzero.params import ParamSpec
+
+
+def check_micro_batches(count: int) -> int:
+    """A number of micro-batches that there can be."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigError(f"micro_batches={count!r} must be a whole number, 1 or more")
+    return count
+
+
+def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
+    """A scheduler that can be stepped without a metric, and belongs to the optimizer."""
+    if scheduler is None:
+        return
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau needs a metric: call scheduler.step(metric) yourself, and leave "
+            "compile_step(scheduler=None)."
+        )
+    other = getattr(scheduler, "optimizer", optimizer)
+    if not callable(getattr(scheduler, "step", None)) or other is not optimizer:
+        raise ConfigError(
+            f"scheduler={type(scheduler).__name__} belongs to another optimizer than the one that "
+            "compile_step was given; make it with the same optimizer."
+        )
+
+
+def optimized_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizer updates, by name, in the model's order.
+
+    Raises:
+        ConfigError: one of them is not the model's.
+    """
+    wanted = {
+        id(p): (g, i)
+        for g, group in enumerate(optimizer.param_groups)
+        for i, p in enumerate(group["params"])
+    }
+    found = {name: p for name, p in model.named_parameters() if id(p) in wanted}
+    strange = [place for key, place in wanted.items() if key not in {id(p) for p in found.values()}]
+    if strange:
+        group, index = strange[0]
+        raise ConfigError(
+            f"the optimizer has {len(strange)} parameters that are not the model's, the first one "
+            f"in group {group} at {index}. Was it made before fxzero.shard, or for another model? "
+            "Make it with model.parameters() of the model that compile_step is given."
+        )
+    if not any(p.requires_grad for p in found.values()):
+        raise ConfigError("no parameter of the optimizer requires a gradient: nothing to train")
+    return found
+
+
+def refuse_ignored(parameters: Mapping[str, nn.Parameter], specs: Mapping[str, ParamSpec]) -> None:
+    """One norm for all ranks cannot hold gradients that every rank has for itself."""
+    known = {id(s.parameter()) for s in specs.values() if s.parameter is not None}
+    ignored = [n for n, p in parameters.items() if p.requires_grad and id(p) not in known]
+    if ignored and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"fxzero.shard ignores {', '.join(ignored[:8])}, whose gradients differ from rank to "
+            "rank. Clipping, fp16 and stop_unless_finite need one norm for all ranks: take these "
+            "parameters out of ignored=, or out of the optimizer."
+        )
+
+
+def check_splits(arguments: Any, micro_batches: int) -> None:
+    """Only tensors are split; a number or a string is the same for all micro-batches."""
+    plain = (Tensor, int, float, complex, bool, str, type(None), torch.dtype, torch.device)
+    for path, value in pytree.tree_leaves_with_path(arguments):
+        if not isinstance(value, plain):
+            raise BatchError(
+                f"micro_batches={micro_batches} cannot split {pytree.keystr(path)}, a "
+                f"{type(value).__name__}: every micro-batch would see all of it. Pass tensors, in "
+                "tuples, lists or dicts."
+            )
+
+
+def check_divides(arguments: Any, micro_batches: int) -> None:
+    """All tensors have one number of rows, which the micro-batches share equally."""
+    rows = {
+        pytree.keystr(path): value.shape[0]
+        for path, value in pytree.tree_leaves_with_path(arguments)
+        if isinstance(value, Tensor) and value.dim() > 0
+    }
+    if not rows:
+        raise BatchError(f"micro_batches={micro_batches}, but the batch holds no tensor to split")
+    different = len(set(rows.values())) > 1
+    odd = {place: n for place, n in rows.items() if n % micro_batches}
+    if different or odd:
+        shown = ", ".join(f"{place}: {n}" for place, n in rows.items())
+        problem = "tensors differ in dim 0" if different else f"do not divide by {micro_batches}"
+        raise BatchError(
+            f"micro_batches={micro_batches} splits every tensor of the batch along dim 0, whose "
+            f"sizes {problem}: {shown}. Nothing was changed. Pad or drop rows, choose another "
+            "number of micro-batches, or keep what is no batch out of the arguments."
+        )
