@@ -242,6 +242,7 @@ def fxzero(
 
 
 def log_record(record: PassRecord) -> None:
+    """Tell the logger ``fxzero`` what a pass did."""
     log.info("%s: %.1f ms, %s", record.options, record.time_ms, record.notes)
 
 
@@ -284,16 +285,7 @@ def _plain_parameters(
     state = ModelState(zero=0, number=-1)
     for parameter, name in new.values():
         _plain_specs[parameter] = register(
-            ParamSpec(
-                name=name,
-                key=f"plain/{name}",
-                state=state,
-                shape=tuple(parameter.shape),
-                dtype=parameter.dtype,
-                compute_dtype=parameter.dtype,
-                reduce_dtype=parameter.dtype,
-                replica_groups=(group,),
-            )
+            ParamSpec.whole(parameter, name, f"plain/{name}", state, (group,))
         )
     return {i: _plain_specs[parameter] for i, (parameter, _) in found.items()}
 

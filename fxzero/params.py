@@ -100,6 +100,27 @@ class ParamSpec:
     parameter: weakref.ref[torch.nn.Parameter] | None = None
     """The parameter itself, to see whether its gradient was set to None."""
 
+    @classmethod
+    def whole(
+        cls,
+        parameter: torch.nn.Parameter,
+        name: str,
+        key: str,
+        state: ModelState,
+        replica_groups: tuple[Group, ...] = (),
+    ) -> ParamSpec:
+        """A parameter that every rank holds, computes with and reduces as it is."""
+        return cls(
+            name=name,
+            key=key,
+            state=state,
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype,
+            compute_dtype=parameter.dtype,
+            reduce_dtype=parameter.dtype,
+            replica_groups=replica_groups,
+        )
+
     @property
     def zero(self) -> int:
         """The ZeRO stage."""

@@ -59,6 +59,21 @@ class Precision:
         if not self.min_loss_scale > 0:
             raise ConfigError(f"precision.min_loss_scale={self.min_loss_scale} must be positive")
 
+    def refuse_loss_scale(self) -> None:
+        """See that nobody expects the loss of a model without fp16 to be scaled.
+
+        Raises:
+            ConfigError: a field of the loss scale was set.
+        """
+        plain = Precision()
+        for name in _SCALE_FIELDS:
+            if getattr(self, name) != getattr(plain, name):
+                raise ConfigError(
+                    f"precision.{name}={getattr(self, name)} has no effect: only fp16 scales the "
+                    "loss, and no parameter computes in it. Drop it, or ask for "
+                    "param_dtype=torch.float16."
+                )
+
     @classmethod
     def of(cls, value: Precision | str | torch.dtype | None) -> Precision:
         """Read what `compile_step` was given.
@@ -77,6 +92,14 @@ class Precision:
         return cls(param_dtype=_DTYPES[value])
 
 
+_SCALE_FIELDS = (
+    "loss_scale",
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
+)
 _PRECISION = "_fxzero_precision"
 """Attribute of a model: the dtypes that `set_precision` has given it."""
 

@@ -82,6 +82,10 @@ def compile_graph(
         why_not = no_cuda_graph(graph, layout, config) if config.cuda_graph else ""
         if why_not:
             compilation.context.warnings.append(f"cuda_graph has no effect: {why_not}")
+        if scaled and config.stop_unless_finite:
+            compilation.context.warnings.append(
+                "stop_unless_finite has no effect in fp16, where such a step is skipped"
+            )
         call = lower(compilation, graph, passes)
         binder = Binder(graph, layout, micro_batches)
         if config.cuda_graph and not why_not:

@@ -136,6 +136,9 @@ class TrainStep:
         if model_state(model) is None:
             shard(model, zero=0)
             parameters = optimized_parameters(model, optimizer)
+        lowered = {precision.param_dtype} - {None}
+        if torch.float16 not in (lowered or {s.compute_dtype for s in param_specs(model).values()}):
+            precision.refuse_loss_scale()
         set_precision(model, precision)
         specs = param_specs(model)
         scaled = any(s.compute_dtype is torch.float16 for s in specs.values())
@@ -422,15 +425,7 @@ def _specs_by_identity(
     for name, parameter in model.named_parameters():
         if id(parameter) not in by_identity:
             by_identity[id(parameter)] = register(
-                ParamSpec(
-                    name=name,
-                    key=f"{state.number}/{name}",
-                    state=state,
-                    shape=tuple(parameter.shape),
-                    dtype=parameter.dtype,
-                    compute_dtype=parameter.dtype,
-                    reduce_dtype=parameter.dtype,
-                )
+                ParamSpec.whole(parameter, name, f"{state.number}/{name}", state)
             )
     return by_identity
 

@@ -348,6 +348,10 @@ def test_an_optimizer_over_other_parameters() -> None:
         ({"precision": "bf61"}, "did you mean 'bf16'"),
         ({"options": {"prefech": {}}}, "did you mean 'prefetch'"),
         (
+            {"precision": fxzero.Precision(torch.bfloat16, hysteresis=1)},
+            "hysteresis=1 has no effect",
+        ),
+        (
             {"precision": fxzero.Precision(torch.bfloat16, fp32_modules=("BatchNorm2d",))},
             "BatchNorm1d",
         ),
@@ -433,6 +437,20 @@ def test_settings_of_whole_steps_mean_nothing_under_torch_compile(name: str) -> 
     model = torch.compile(nn.Linear(2, 2), backend="fxzero", options=options)
     with pytest.raises(fxzero.ConfigError, match=f"{name} has no effect"):
         model(torch.randn(1, 2))
+
+
+def test_stopping_means_nothing_in_fp16() -> None:
+    """Such steps are skipped; said once, when the step is compiled."""
+    model = nn.Linear(4, 1)
+    step = fxzero.compile_step(
+        model,
+        fused_adamw(model.parameters()),
+        F.mse_loss,
+        precision="fp16",
+        options={**EAGER, "stop_unless_finite": True},
+    )
+    with pytest.warns(fxzero.FxZeroWarning, match="stop_unless_finite has no effect in fp16"):
+        step(torch.randn(2, 4), torch.randn(2, 1))
 
 
 def test_cuda_graphs_on_cpu() -> None:
