@@ -161,24 +161,35 @@ def _only_read_by(
 
 def check_releases(graph: StepGraph, after: str) -> None:
     """Nothing looks at memory after its release, through views or directly."""
+
+    def released(node: fx.Node) -> Iterable[fx.Node]:
+        return node.all_input_nodes if node.target in _RELEASES else ()
+
+    _nothing_reads_after(
+        graph, after, released, "released its memory", "Move the release behind the last reader."
+    )
+
+
+def _nothing_reads_after(
+    graph: StepGraph,
+    after: str,
+    ended_by: Callable[[fx.Node], Iterable[fx.Node]],
+    what: str,
+    advice: str,
+) -> None:
+    """See that memory is not read once a node has ended what it held."""
     owner: dict[fx.Node, fx.Node] = {}
-    released: dict[fx.Node, fx.Node] = {}
+    ended: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
         base = view_base(node)
         owner[node] = owner[base] if base is not None else node
         for source in node.all_input_nodes:
-            ended = released.get(owner[source])
-            if ended is not None:
-                _fail(
-                    graph,
-                    node,
-                    after,
-                    f"{node.name} reads {source.name} after {ended.name} released its memory",
-                    "Move the release behind the last reader.",
-                )
-        if node.target in _RELEASES:
-            for source in node.all_input_nodes:
-                released[owner[source]] = node
+            end = ended.get(owner[source])
+            if end is not None:
+                rule = f"{node.name} reads {source.name} after {end.name} {what}"
+                _fail(graph, node, after, rule, advice)
+        for source in ended_by(node):
+            ended[owner[source]] = node
 
 
 def check_reductions(graph: StepGraph, after: str) -> None:
@@ -218,29 +229,22 @@ def _check_reduced(graph: StepGraph, node: fx.Node, key: str, after: str) -> Non
 
 def check_updates(graph: StepGraph, after: str) -> None:
     """Updates get reduced gradients, and come after the last reader of what they change."""
-    owner: dict[fx.Node, fx.Node] = {}
-    changed: dict[fx.Node, fx.Node] = {}
-    for node in graph.graph.nodes:
-        base = view_base(node)
-        owner[node] = owner[base] if base is not None else node
-        for source in node.all_input_nodes:
-            update = changed.get(owner[source])
-            if update is not None:
-                _fail(
-                    graph,
-                    node,
-                    after,
-                    f"{node.name} reads {source.name} after {update.name} has changed it",
-                    "Move the update behind the last reader.",
-                )
+
+    def changed(node: fx.Node) -> Iterable[fx.Node]:
         if node.op != "call_function" or stamp_of(node).role is not Role.UPDATE:
-            continue
-        targets, values = node.args[:2]
+            return ()
+        targets = node.args[0]
         assert isinstance(targets, (list, tuple))
-        assert isinstance(values, (list, tuple))
-        for target in targets:
-            changed[owner[target]] = node
-        for key, gradient in zip(stamp_of(node).params, values, strict=False):
+        return [target for target in targets if isinstance(target, fx.Node)]
+
+    _nothing_reads_after(
+        graph, after, changed, "has changed it", "Move the update behind the last reader."
+    )
+    for node in graph.nodes(role=Role.UPDATE):
+        gradients = node.args[1]
+        assert isinstance(gradients, (list, tuple))
+        for key, gradient in zip(stamp_of(node).params, gradients, strict=False):
+            assert isinstance(gradient, fx.Node)
             _check_reduced(graph, gradient, key, after)
 
 
