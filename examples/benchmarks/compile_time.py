@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # examples is not 
 from examples.benchmarks import options
 from examples.benchmarks.launch import RunError, launch_in_turns
 from examples.benchmarks.report import compile_row, conditions, table, write_json
-from examples.benchmarks.workload import Job, Workload
+from examples.benchmarks.workload import Job
 
 
 def parse_depths(text: str) -> list[int]:
@@ -53,6 +53,10 @@ def render(rows: Sequence[dict[str, Any]], reference: str) -> str:
 
 
 def main(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="The model: model=gpt_tiny model.hidden=256.")
+    ] = None,
+    *,
     json_path: Annotated[Path, typer.Option("--json", help="Where to write the figures.")],
     peers: Annotated[str, typer.Option(help="Whom to compare with, by comma.")] = "inductor",
     doors: Annotated[str, typer.Option(help="fxzero's own contenders; may be empty.")] = "fxzero",
@@ -62,27 +66,15 @@ def main(
     ranks: Annotated[int, typer.Option(help="Processes.", min=1)] = 2,
     threads: Annotated[int, typer.Option(help="CPU threads per rank.", min=1)] = 1,
     repeat: Annotated[int, typer.Option(help="Runs per contender and depth.", min=1)] = 1,
-    hidden: Annotated[int, typer.Option(help="Width.", min=1)] = 128,
-    heads: Annotated[int, typer.Option(help="Attention heads.", min=1)] = 4,
-    vocab: Annotated[int, typer.Option(help="Vocabulary.", min=1)] = 256,
     batch: Annotated[int, typer.Option(help="Sequences per rank.", min=1)] = 2,
-    block: Annotated[int, typer.Option(help="Tokens per sequence.", min=1)] = 64,
     dtype: Annotated[options.Dtype, typer.Option(help="Of everything.")] = options.Dtype.fp32,
     device: Annotated[options.Device, typer.Option(help="CPU or GPU.")] = options.Device.cpu,
     timeout_s: Annotated[float, typer.Option(help="Limit of one run, in seconds.")] = 1800.0,
 ) -> None:
     """Measure cold compile time of fxzero and plain torch.compile at several depths."""
     names, reference = options.chosen(doors, peers)
-    workload = Workload(
-        layers=0,
-        hidden=hidden,
-        heads=heads,
-        vocab=vocab,
-        batch=batch,
-        block=block,
-        dtype=dtype.value,
-        device=device.value,
-    )
+    overrides = overrides or ["model=gpt_tiny"]
+    workload = options.workload(overrides, batch, dtype, device)
     job = Job(
         contender=names[0],
         workload=workload,
@@ -93,7 +85,7 @@ def main(
         timeout_s=timeout_s,
     )
     jobs = [
-        replace(job, contender=name, workload=replace(workload, layers=layers))
+        replace(job, contender=name, workload=workload.with_layers(layers))
         for layers in parse_depths(depths)
         for name in names
     ]

@@ -5,8 +5,11 @@
     ddp             DistributedDataParallel: nothing is sharded
     fsdp2           fully_shard on every block, then on the rest; all resharded after forward
     fsdp2_compile   the same, after torch.compile on every block, as torchtitan does it
+    simplefsdp      gathers as parametrizations, under torch.compile: see `simplefsdp`
     inductor        ddp under torch.compile: the whole model in as few graphs as it can
-    deepspeed       DeepSpeed ZeRO-3 with torch's fused AdamW, buckets of its default sizes
+    deepspeed-1     DeepSpeed ZeRO-1 with torch's fused AdamW, buckets of its default sizes;
+                    deepspeed-2 and deepspeed-3 alike
+    alone           fxzero.compile_step in every process for itself: compute without transfers
 
 All get the same weights and the same optimizer, so that only the way to train differs.
 """
@@ -47,6 +50,8 @@ class Contender:
     """ZeRO stage that it amounts to; None when the job says it."""
     imports: Sequence[str] = ()
     """Modules to load before memory is counted."""
+    communicates: bool = True
+    """Whether its ranks are one process group."""
 
 
 def ordinary(model: nn.Module) -> Training:
@@ -85,26 +90,39 @@ def fxzero_step(model: GPT, job: Job) -> Training:
     return Training(model, optimizer, step)
 
 
-def deepspeed(model: GPT, job: Job) -> Training:
-    """DeepSpeed at the job's stage, with the same optimizer."""
-    import deepspeed
+def deepspeed(stage: int) -> Callable[[GPT, Job], Training]:
+    """DeepSpeed at a stage, with the same optimizer."""
 
-    optimizer = AdamW(model.parameters(), lr=1e-3, fused=True)
-    config = {
-        "train_micro_batch_size_per_gpu": job.workload.batch,
-        "zero_optimization": {"stage": job.zero},
-        "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 0.0,  # what the others do
-    }
-    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    def build(model: GPT, job: Job) -> Training:
+        import deepspeed
 
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
+        optimizer = AdamW(model.parameters(), lr=1e-3, fused=True)
+        config = {
+            "train_micro_batch_size_per_gpu": job.workload.batch,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # what the others do
+        }
+        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
-    return Training(engine, optimizer, step)
+        def step(tokens: Tensor, targets: Tensor) -> Tensor:
+            loss = engine(tokens, targets)
+            engine.backward(loss)
+            engine.step()
+            return loss.detach()
+
+        return Training(engine, optimizer, step)
+
+    return build
+
+
+def simple_fsdp(model: GPT, job: Job) -> Training:
+    """SimpleFSDP: one compiled graph whose collectives Inductor may reorder."""
+    from examples.benchmarks.simplefsdp import shard_parameters
+
+    model = shard_parameters(model, job.workload.device)
+    options = {"reorder_for_compute_comm_overlap": True}
+    return ordinary(torch.compile(model, fullgraph=True, options=options))
 
 
 def ddp(model: GPT, job: Job) -> Training:
@@ -134,10 +152,17 @@ def fsdp2_compile(model: GPT, job: Job) -> Training:
 CONTENDERS = {
     "fxzero": Contender(fxzero_compiled, zero=None, imports=["fxzero", "fxzero.backend"]),
     "fxzero-step": Contender(fxzero_step, zero=None, imports=["fxzero", "fxzero.backend"]),
-    "deepspeed": Contender(deepspeed, zero=None, imports=["deepspeed"]),
+    **{
+        f"deepspeed-{stage}": Contender(deepspeed(stage), zero=stage, imports=["deepspeed"])
+        for stage in (1, 2, 3)
+    },
+    "alone": Contender(
+        fxzero_step, zero=0, imports=["fxzero", "fxzero.backend"], communicates=False
+    ),
     "ddp": Contender(ddp, zero=0),
     "fsdp2": Contender(fsdp2, zero=3),
     "fsdp2_compile": Contender(fsdp2_compile, zero=3),
+    "simplefsdp": Contender(simple_fsdp, zero=3),
     "inductor": Contender(inductor, zero=0),
 }
 
@@ -157,7 +182,7 @@ LAZY_IMPORTS = (
 
 def build(job: Job) -> Training:
     """Build the model and hand it to the contender that the job names."""
-    return CONTENDERS[job.contender].build(job.workload.model(), job)
+    return CONTENDERS[job.contender].build(job.workload.build(), job)
 
 
 def stage(job: Job) -> int:

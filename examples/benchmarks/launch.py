@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
+from examples.benchmarks import link
 from examples.benchmarks.workload import Job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ class RunError(RuntimeError):
 
 
 def launch(job: Job, ranks: int) -> RankResults:
-    """Run `job` on `ranks` processes and return what each measured."""
+    """Run `job` on `ranks` processes, on two hosts if it has a link; return what each measured."""
     with TemporaryDirectory(prefix="fxzero-benchmark-") as name:
         folder = Path(name)
         job.write(folder / "job.json")
@@ -53,18 +53,13 @@ def launch_in_turns(jobs: Sequence[Job], ranks: int, repeat: int) -> list[list[R
             index = (turn + offset) % len(jobs)
             job = jobs[index]
             results[index].append(launch(job, ranks))
-            what = f"{job.contender}, {job.workload.layers} layers"
+            what = f"{job.contender}, {job.workload.config.num_layers} layers"
             print(f"repeat {turn + 1} of {repeat}: {what}: done", file=sys.stderr)
     return results
 
 
 def _torchrun(job: Job, ranks: int, folder: Path) -> int:
-    """Start torchrun from the repository root, so that `examples` is importable."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(ranks), "--redirects", "3", "--log-dir", str(folder / "logs")),
-        *("-m", "examples.benchmarks.rank", str(folder / "job.json"), str(folder)),
-    ]
+    """Start torchrun, on each host, from the repository root: `examples` is importable there."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(job.threads),
@@ -72,13 +67,58 @@ def _torchrun(job: Job, ranks: int, folder: Path) -> int:
         "TRITON_CACHE_DIR": str(folder / "triton"),
     }
     with (folder / "torchrun.log").open("w") as log:
-        process = psutil.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
-        )
+        if job.link is None:
+            command = _command(job, folder, "logs", "--standalone", ranks=ranks)
+            agents = [psutil.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)]
+        else:
+            agents = _on_two_hosts(job, ranks, folder, environment, log)
         try:
-            return process.wait(job.timeout_s)
+            return _wait(agents, job.timeout_s)
         finally:
-            _end(process)
+            for agent in agents:
+                _end(agent)
+
+
+def _on_two_hosts(
+    job: Job, ranks: int, folder: Path, environment: dict[str, str], log: IO[str]
+) -> list[psutil.Popen]:
+    assert job.link is not None
+    each = ranks // link.NUM_HOSTS
+    usable = sorted(os.sched_getaffinity(0))
+    commands, cores = [], []
+    for host, address in enumerate(link.ADDRESSES):
+        rendezvous = ("--nnodes", str(link.NUM_HOSTS), "--node-rank", str(host))
+        master = ("--master-addr", link.ADDRESSES[0].ip, "--master-port", "29500")
+        interface = ("env", f"GLOO_SOCKET_IFNAME={address.device}")
+        torchrun = _command(job, folder, f"logs{host}", *rendezvous, *master, ranks=each)
+        commands.append([*interface, *torchrun])
+        cores.append(usable[host * each : (host + 1) * each])
+    return link.start(commands, job.link, cores, environment=environment, folder=ROOT, log=log)
+
+
+def _command(job: Job, folder: Path, logs: str, *where: str, ranks: int) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", *where),
+        *("--nproc-per-node", str(ranks), "--redirects", "3", "--log-dir", str(folder / logs)),
+        *("-m", "examples.benchmarks.rank", str(folder / "job.json"), str(folder)),
+    ]
+
+
+def _wait(agents: Sequence[psutil.Popen], timeout_s: float) -> int:
+    """Wait for all; the first failure, or the limit, ends the waiting."""
+    gone, alive = psutil.wait_procs(
+        agents, timeout_s, callback=lambda agent: _end_others(agent, agents)
+    )
+    if alive:
+        raise psutil.TimeoutExpired(timeout_s)
+    return next((agent.returncode for agent in gone if agent.returncode), 0)
+
+
+def _end_others(ended: psutil.Popen, agents: Sequence[psutil.Popen]) -> None:
+    """When one host fails, the other would wait for it for minutes."""
+    if ended.returncode:
+        for agent in agents:
+            _end(agent)
 
 
 def _end(process: psutil.Popen) -> None:
@@ -98,7 +138,7 @@ def _explain(job: Job, folder: Path, what: str) -> str:
     cause = re.search(
         r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", report, flags=re.DOTALL
     )
-    logs = sorted((folder / "logs").glob("*/attempt_0/*/stderr.log"))
+    logs = sorted(folder.glob("logs*/*/attempt_0/*/stderr.log"))
     if cause:
         rank, exit_code = cause.groups()
         what += f" on rank {rank} (exit code {exit_code})"

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
 import typer
+from hydra.errors import HydraException
 
+from examples.benchmarks import link
 from examples.benchmarks.contenders import CONTENDERS
-from examples.benchmarks.workload import DTYPES
+from examples.benchmarks.workload import DTYPES, Workload
 
 Device = StrEnum("Device", ["cpu", "cuda"])
 Dtype = StrEnum("Dtype", list(DTYPES))
+Rate = StrEnum("Rate", list(link.RATES))
 Mode = StrEnum("Mode", ["loop", "step", "both", "none"])
 DOORS = {
     Mode.loop: "fxzero",
@@ -60,3 +64,22 @@ def compile_options(text: str) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise typer.BadParameter(f"--fxzero-options must be a JSON object, not {text}")
     return options
+
+
+def workload(overrides: Sequence[str] | None, batch: int, dtype: Dtype, device: Device) -> Workload:
+    """Choose the model as Hydra does, and its batches."""
+    try:
+        model = Workload.settings(overrides or ())
+    except HydraException as error:
+        raise typer.BadParameter(str(error)) from None
+    return Workload(model=model, batch=batch, dtype=dtype.value, device=device.value)
+
+
+def check_link(ranks: int, device: Device) -> None:
+    """See that two hosts can be played here."""
+    if device is not Device.cpu:
+        raise typer.BadParameter("--link joins two hosts of CPU ranks; use --device cpu")
+    try:
+        link.check(ranks)
+    except link.LinkError as error:
+        raise typer.BadParameter(str(error)) from None

@@ -16,11 +16,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from examples.benchmarks.contenders import build, load_imports
+from examples.benchmarks.contenders import CONTENDERS, build, load_imports
 from examples.benchmarks.measure import PeakMeter, peak_meter, release_free_memory, timed_s
 from examples.benchmarks.workload import Job
+
+RANK = int(os.environ.get("RANK", "0"))
+MESSAGE_BYTES = 8 << 20
+"""Of the messages that measure the link: a bucket's size."""
 
 
 def start(meter: PeakMeter) -> int:
@@ -42,8 +47,8 @@ def measure_steps(job: Job, meter: PeakMeter) -> dict[str, Any]:
         if step == job.warmup:
             compile_peak_bytes = meter.peak_bytes()
             meter.reset()
-        batch = job.workload.sample(step, dist.get_rank())
-        dist.barrier()  # a rank that comes early must not time its wait for the others
+        batch = job.workload.sample(step, RANK)
+        meet()  # a rank that comes early must not time its wait for the others
         loss, step_s = timed_s(job.workload.device, lambda batch=batch: training.step(*batch))
         seconds.append(step_s)
         losses.append(loss.item())
@@ -54,15 +59,28 @@ def measure_steps(job: Job, meter: PeakMeter) -> dict[str, Any]:
         "losses": losses,
         "peak_bytes": steady_peak_bytes - baseline_bytes,
         "peak_with_compile_bytes": max(compile_peak_bytes, steady_peak_bytes) - baseline_bytes,
+        **traffic(training.model, job),
     }
+
+
+def traffic(model: nn.Module, job: Job) -> dict[str, Any]:
+    """Bytes that fxzero says each rank sent in a step: its part of what was moved."""
+    if not job.contender.startswith("fxzero"):
+        return {}
+    import fxzero
+
+    found = fxzero.report(model)
+    others = 1 - 1 / dist.get_world_size()
+    moved = (found.gathered_bytes + found.reduced_bytes) * others
+    return {"sent_bytes_per_step": moved / (job.warmup + job.steps)}
 
 
 def measure_first_backward(job: Job, meter: PeakMeter) -> dict[str, Any]:
     """Time the first forward and backward, which compile."""
     baseline_bytes = start(meter)
     model = build(job).model
-    batch = job.workload.sample(0, dist.get_rank())
-    dist.barrier()
+    batch = job.workload.sample(0, RANK)
+    meet()
     _, first_s = timed_s(job.workload.device, lambda: model(*batch).backward())
     return {
         "first_backward_s": first_s,
@@ -70,7 +88,37 @@ def measure_first_backward(job: Job, meter: PeakMeter) -> dict[str, Any]:
     }
 
 
-MEASURES = {"steps": measure_steps, "first_backward": measure_first_backward}
+def measure_traffic(job: Job, meter: PeakMeter) -> dict[str, Any]:
+    """Time messages between each rank and its neighbours: both ways at once, many in flight."""
+    world_size = dist.get_world_size()
+    after, before = (RANK + 1) % world_size, (RANK - 1) % world_size
+    out, into = ([torch.zeros(MESSAGE_BYTES, dtype=torch.uint8) for _ in range(8)] for _ in "oi")
+
+    def exchange() -> None:
+        requests = [dist.isend(message, after) for message in out]
+        requests += [dist.irecv(message, before) for message in into]
+        for request in requests:
+            request.wait()
+
+    seconds = []
+    for _ in range(job.warmup + job.steps):
+        meet()
+        seconds.append(timed_s(job.workload.device, exchange)[1])
+    num_bytes = len(out) * MESSAGE_BYTES
+    return {"bytes_per_s": [num_bytes / s for s in seconds[job.warmup :]]}
+
+
+MEASURES = {
+    "steps": measure_steps,
+    "first_backward": measure_first_backward,
+    "traffic": measure_traffic,
+}
+
+
+def meet() -> None:
+    """Wait for the other ranks, if there is a group of them."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def start_process_group(device: str) -> None:
@@ -87,11 +135,15 @@ def main() -> None:
     faulthandler.dump_traceback_later(0.7 * job.timeout_s)  # shows where a hang is
     torch.set_num_threads(job.threads)
     load_imports(job)
-    start_process_group(job.workload.device)
+    if CONTENDERS[job.contender].communicates or job.measure == "traffic":
+        start_process_group(job.workload.device)
+    else:
+        for name in ("RANK", "WORLD_SIZE"):  # nobody may find the other processes
+            del os.environ[name]
     meter = peak_meter(job.workload.device)
     result = {"memory_method": meter.method, **MEASURES[job.measure](job, meter)}
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
-    dist.barrier()
+    (folder / f"rank{RANK}.json").write_text(json.dumps(result))
+    meet()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # gloo's threads can abort the interpreter's own way out

@@ -21,7 +21,7 @@ import torch
 
 from examples.benchmarks.contenders import stage
 from examples.benchmarks.launch import RankResults
-from examples.benchmarks.workload import Job
+from examples.benchmarks.workload import DTYPES, Job
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Run:
     first_step_s: float
     peak_bytes: int
     peak_with_compile_bytes: int
+    sent_bytes_per_step: float | None
+    """What each rank sends, where the contender says it."""
 
     @classmethod
     def merge(cls, ranks: RankResults) -> Run:
@@ -43,6 +45,7 @@ class Run:
             first_step_s=max(r["first_step_s"] for r in ranks),
             peak_bytes=max(r["peak_bytes"] for r in ranks),
             peak_with_compile_bytes=max(r["peak_with_compile_bytes"] for r in ranks),
+            sent_bytes_per_step=ranks[0].get("sent_bytes_per_step"),
         )
 
 
@@ -53,7 +56,7 @@ def compile_row(job: Job, repeats: Sequence[RankResults]) -> dict[str, Any]:
     return {
         "name": job.contender,
         "zero": stage(job),
-        "layers": job.workload.layers,
+        "layers": job.workload.config.num_layers,
         "num_parameters": job.workload.num_parameters(),
         "first_backward_s": median(first_s),
         "min_s": min(first_s),
@@ -68,12 +71,14 @@ def step_row(job: Job, runs: Sequence[Run], reference: Run) -> dict[str, Any]:
     return {
         "name": job.contender,
         "zero": stage(job),
+        "num_parameter_bytes": job.workload.num_parameters() * DTYPES[job.workload.dtype].itemsize,
         "median_ms": median(step_ms),
         "min_ms": min(step_ms),
         "max_ms": max(step_ms),
         "peak_bytes": median(run.peak_bytes for run in runs),
         "peak_with_compile_bytes": median(run.peak_with_compile_bytes for run in runs),
         "first_step_s": median(run.first_step_s for run in runs),
+        "sent_bytes_per_step": runs[-1].sent_bytes_per_step,
         "final_loss": runs[-1].losses[-1],
         "max_loss_difference": max(loss_difference(run, reference) for run in runs),
         "step_ms_per_repeat": [run.step_ms for run in runs],
@@ -85,6 +90,29 @@ def loss_difference(run: Run, reference: Run) -> float:
     """Return the largest relative difference of loss, over all steps."""
     pairs = zip(run.losses, reference.losses, strict=True)
     return max(abs(loss - expected) / abs(expected) for loss, expected in pairs)
+
+
+def bounds(
+    rows: Sequence[Mapping[str, Any]], alone: Mapping[str, Any], traffic: RankResults, ranks: int
+) -> dict[str, Any]:
+    """What no schedule can beat: compute without transfers, and transfers without compute.
+
+    Args:
+        alone: the row of the contender that computes for itself.
+        traffic: what the ranks measured of the link.
+    """
+    bytes_per_s = median(speed for rank in traffic for speed in rank["bytes_per_s"])
+    sent = [row["sent_bytes_per_step"] for row in rows if row["sent_bytes_per_step"]]
+    step = 3 * rows[0]["num_parameter_bytes"] * (1 - 1 / ranks)  # ZeRO-3, every rank
+    least = min(sent, default=step)
+    return {
+        "compute_ms": alone["median_ms"],
+        "link_bytes_per_s": bytes_per_s,
+        "sent_bytes_per_step": least,
+        "traffic_ms": least / bytes_per_s * 1e3,
+        "zero3_traffic_ms": step / bytes_per_s * 1e3,
+        "bound_ms": max(alone["median_ms"], least / bytes_per_s * 1e3),
+    }
 
 
 def conditions(script: str, job: Job, ranks: int) -> dict[str, Any]:
@@ -100,6 +128,7 @@ def conditions(script: str, job: Job, ranks: int) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if job.workload.device == "cuda" else None,
         "backend": "nccl" if job.workload.device == "cuda" else "gloo",
         "ranks": ranks,
+        "link": job.link,
         "threads_per_rank": job.threads,
         **asdict(job.workload),
     }

@@ -1,7 +1,9 @@
 """Step time and memory of fxzero next to its peers, in one run.
 
     python examples/benchmarks/step_time.py --peers ddp,fsdp2 --json step_time.json
-    python examples/benchmarks/step_time.py --mode step --peers fsdp2,deepspeed,ddp --json FILE
+    python examples/benchmarks/step_time.py --mode step --peers fsdp2,deepspeed-3 --json FILE
+    sudo python examples/benchmarks/step_time.py --mode both --link 1gbit --json FILE
+    python examples/benchmarks/step_time.py --json FILE model=gpt_bench model.num_layers=12
 
 Every repeat runs every contender once, in an order that rotates, so that a machine that
 slows down slows all of them. Each run starts fresh processes with an empty compile cache.
@@ -21,9 +23,9 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # examples is not installed
 
 from examples.benchmarks import options
-from examples.benchmarks.launch import RunError, launch_in_turns
-from examples.benchmarks.report import Run, conditions, step_row, table, write_json
-from examples.benchmarks.workload import Job, Workload
+from examples.benchmarks.launch import RunError, launch, launch_in_turns
+from examples.benchmarks.report import Run, bounds, conditions, step_row, table, write_json
+from examples.benchmarks.workload import Job
 
 
 def render(rows: Sequence[dict[str, Any]], reference: str) -> str:
@@ -46,14 +48,32 @@ def render(rows: Sequence[dict[str, Any]], reference: str) -> str:
             f"{row['peak_with_compile_bytes'] / 1e6:.1f}",
             f"{row['first_step_s']:.2f}",
             f"{row['final_loss']:.6f}",
-            f"{row['max_loss_difference']:.1e}",
+            f"{row['max_loss_difference']:.1e}" if row["name"] != "alone" else "",
         ]
         for row in rows
     ]
     return f"{table(header, lines)}\nratios are to {reference}"
 
 
+def render_bounds(found: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """Say what bounds a step, and how far off fxzero's are."""
+    ratios = ", ".join(
+        f"{row['name']} {row['median_ms'] / found['bound_ms']:.3f}"
+        for row in rows
+        if row["name"].startswith("fxzero")
+    )
+    return (
+        f"compute alone {found['compute_ms']:.0f} ms; {found['sent_bytes_per_step'] / 1e6:.1f} MB "
+        f"sent at {found['link_bytes_per_s'] / 1e6:.1f} MB/s take {found['traffic_ms']:.0f} ms; "
+        f"steps to the larger: {ratios or 'no fxzero contender'}"
+    )
+
+
 def main(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="The model: model=gpt_bench model.num_layers=12.")
+    ] = None,
+    *,
     json_path: Annotated[Path, typer.Option("--json", help="Where to write the figures.")],
     peers: Annotated[str, typer.Option(help="Whom to compare with, by comma.")] = "ddp,fsdp2",
     mode: Annotated[options.Mode, typer.Option(help="Which of fxzero's doors.")] = (
@@ -66,28 +86,21 @@ def main(
     steps: Annotated[int, typer.Option(help="Timed steps per run.", min=1)] = 12,
     warmup: Annotated[int, typer.Option(help="Steps before them.", min=2)] = 4,
     repeat: Annotated[int, typer.Option(help="Runs per contender.", min=1)] = 3,
-    layers: Annotated[int, typer.Option(help="Transformer blocks.", min=1)] = 6,
-    hidden: Annotated[int, typer.Option(help="Width.", min=1)] = 512,
-    heads: Annotated[int, typer.Option(help="Attention heads.", min=1)] = 8,
-    vocab: Annotated[int, typer.Option(help="Vocabulary.", min=1)] = 1024,
     batch: Annotated[int, typer.Option(help="Sequences per rank.", min=1)] = 2,
-    block: Annotated[int, typer.Option(help="Tokens per sequence.", min=1)] = 256,
+    rate: Annotated[
+        options.Rate | None,
+        typer.Option("--link", help="Put the ranks on two hosts with such a link between them."),
+    ] = None,
     dtype: Annotated[options.Dtype, typer.Option(help="Of everything.")] = options.Dtype.fp32,
     device: Annotated[options.Device, typer.Option(help="CPU or GPU.")] = options.Device.cpu,
     timeout_s: Annotated[float, typer.Option(help="Limit of one run, in seconds.")] = 900.0,
 ) -> None:
     """Measure step time and peak memory of fxzero and its peers, in turns."""
     names, reference = options.chosen(options.DOORS[mode], peers)
-    workload = Workload(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        vocab=vocab,
-        batch=batch,
-        block=block,
-        dtype=dtype.value,
-        device=device.value,
-    )
+    workload = options.workload(overrides, batch, dtype, device)
+    if rate is not None:
+        options.check_link(ranks, device)
+        names.append("alone")
     job = Job(
         contender=names[0],
         workload=workload,
@@ -96,12 +109,14 @@ def main(
         warmup=warmup,
         steps=steps,
         threads=threads,
+        link=rate.value if rate is not None else None,
         timeout_s=timeout_s,
     )
     facts = conditions("step_time.py", job, ranks)
     jobs = [replace(job, contender=name) for name in names]
     try:
         results = launch_in_turns(jobs, ranks, repeat)
+        speed = launch(replace(job, measure="traffic"), ranks) if rate is not None else None
     except RunError as error:
         raise SystemExit(str(error)) from None
     runs = [[Run.merge(ranks) for ranks in repeats] for repeats in results]
@@ -120,8 +135,12 @@ def main(
         "compile_cache": "empty at the start of each run",
         "loss_reference": loss_reference,
     }
+    if speed is not None:
+        facts["bounds"] = bounds(rows, rows[names.index("alone")], speed, ranks)
     write_json(json_path, facts, rows)
     print(render(rows, reference))
+    if speed is not None:
+        print(render_bounds(facts["bounds"], rows))
 
 
 if __name__ == "__main__":

@@ -9,15 +9,19 @@ A `Job` is one measurement of one contender. It travels to the ranks as JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from torch import Tensor
 
-from examples.models import GPT, gpt_bench
+from examples.models import GPT, GPTConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 SEED = 1234
@@ -25,42 +29,58 @@ SEED = 1234
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A GPT and its batches; `batch` and `block` are per rank."""
+    """A model of Hydra's group `model`, and its batches; `batch` is per rank, each as long as the
+    model allows."""
 
-    layers: int
-    hidden: int
-    heads: int
-    vocab: int
+    model: Mapping[str, Any]
+    """The model's settings, as Hydra composed them."""
     batch: int
-    block: int
     dtype: str
     device: str
 
-    def model(self) -> GPT:
+    @staticmethod
+    def settings(overrides: Sequence[str]) -> dict[str, Any]:
+        """Compose a model's settings: ``model=gpt_bench model.num_layers=12``.
+
+        Raises:
+            HydraException: there is no such model, or it has no such setting.
+        """
+        chosen = [] if any(o.startswith("model=") for o in overrides) else ["model=gpt_bench"]
+        with initialize_config_module("fxzero.conf", version_base="1.3"):
+            composed = compose("train", overrides=[*chosen, *overrides])
+        settings = OmegaConf.to_container(composed.model, resolve=True)
+        assert isinstance(settings, dict)
+        return {str(key): value for key, value in settings.items()}
+
+    def build(self) -> GPT:
         """Build the whole model on this rank, equal on all of them."""
         torch.manual_seed(SEED)
-        model = gpt_bench(
-            num_layers=self.layers,
-            num_heads=self.heads,
-            hidden=self.hidden,
-            vocab_size=self.vocab,
-            block_size=self.block,
-            dropout=0.0,
-        )
+        model = instantiate(self.model)
         return model.to(device=self.device, dtype=DTYPES[self.dtype])
+
+    def with_layers(self, num_layers: int) -> Workload:
+        """The same model with another number of layers."""
+        return replace(self, model={**self.model, "num_layers": num_layers})
+
+    @cached_property
+    def config(self) -> GPTConfig:
+        """The model's shape."""
+        with torch.device("meta"):
+            return replace(self, device="meta").build().config
 
     def num_parameters(self) -> int:
         """Count the parameters without allocating them."""
         with torch.device("meta"):
-            model = Workload(**{**asdict(self), "device": "meta"}).model()
+            model = replace(self, device="meta").build()
         return sum(parameter.numel() for parameter in model.parameters())
 
     def sample(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
         """Return tokens and targets [batch, block] of one step: next = 5 * token + 3."""
+        vocab, block = self.config.vocab_size, self.config.block_size
         generator = torch.Generator().manual_seed(SEED + 10_007 * step + rank)
-        tokens = torch.randint(self.vocab, (self.batch, 1), generator=generator)
-        for _ in range(self.block):
-            tokens = torch.cat([tokens, (5 * tokens[:, -1:] + 3) % self.vocab], dim=1)
+        tokens = torch.randint(vocab, (self.batch, 1), generator=generator)
+        for _ in range(block):
+            tokens = torch.cat([tokens, (5 * tokens[:, -1:] + 3) % vocab], dim=1)
         tokens = tokens.to(self.device)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -71,13 +91,15 @@ class Job:
 
     contender: str
     workload: Workload
-    measure: Literal["steps", "first_backward"] = "steps"
+    measure: Literal["steps", "first_backward", "traffic"] = "steps"
     zero: int = 3
     """ZeRO stage of the fxzero contender; the peers have their own."""
     fxzero_options: Mapping[str, Any] = field(default_factory=dict)
     warmup: int = 4
     steps: int = 12
     threads: int = 1
+    link: str | None = None
+    """Rate of the link between two hosts, as `link.RATES` names it; None for one machine."""
     timeout_s: float = 900.0
 
     def write(self, path: Path) -> None:
