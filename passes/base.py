@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
+from fxzero.cost import AnalyticCosts, CostModel, load_cluster
 from fxzero.graph import StepGraph
 from fxzero.optimizers import OptimizerLayout
 
@@ -68,6 +69,8 @@ class Context:
 
     optimizer: OptimizerLayout | None = None
     """What updates the parameters, in a whole step."""
+    costs: CostModel = field(default_factory=lambda: AnalyticCosts(load_cluster("laptop")))
+    """What things take, by which all ranks decide alike."""
     warnings: list[str] = field(default_factory=list)
     """Settings that could not take effect; errors under ``strict=True``."""
 

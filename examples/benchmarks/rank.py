@@ -95,8 +95,9 @@ def measure_traffic(job: Job, meter: PeakMeter) -> dict[str, Any]:
     out, into = ([torch.zeros(MESSAGE_BYTES, dtype=torch.uint8) for _ in range(8)] for _ in "oi")
 
     def exchange() -> None:
-        requests = [dist.isend(message, after) for message in out]
-        requests += [dist.irecv(message, before) for message in into]
+        requests = []
+        for sent, received in zip(out, into, strict=True):
+            requests += [dist.irecv(received, before), dist.isend(sent, after)]
         for request in requests:
             request.wait()
 

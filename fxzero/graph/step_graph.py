@@ -6,6 +6,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -108,6 +109,17 @@ class StepGraph:
     def graph(self) -> fx.Graph:
         """The FX graph."""
         return self.module.graph
+
+    @cached_property
+    def group_sizes(self) -> dict[str, int]:
+        """How many ranks each process group of the parameters has, by its name."""
+        groups = [
+            group
+            for spec in self.specs.values()
+            for group in (spec.shard_group, *spec.replica_groups)
+            if group is not None
+        ]
+        return {group.name: group.size for group in groups}
 
     @property
     def mutated(self) -> frozenset[fx.Node]:

@@ -230,7 +230,7 @@ def test_reduces_are_joined_late(reduce_distance: int) -> None:
 
 def test_a_reduce_overlaps_the_next_layer() -> None:
     """With distance 1 layer 2's products stand between layer 3's launch and its wait."""
-    text = events(scheduled(deep, "prefetch"), Phase.BACKWARD, Lane.REDUCE)
+    text = events(scheduled(deep, "prefetch", Prefetch(1)), Phase.BACKWARD, Lane.REDUCE)
     assert text.index("launch 3") < text.index("mm 2") < text.index("wait 3")
     at_once = events(scheduled(deep, "prefetch", Prefetch(1, 0)), Phase.BACKWARD, Lane.REDUCE)
     assert "launch 3, wait 3" in at_once
@@ -265,7 +265,7 @@ def test_two_axes_start_the_second_stage_when_the_first_is_joined() -> None:
 
 def test_releases_come_before_the_next_launch() -> None:
     """Memory that is free is free before more is asked for."""
-    text = events(scheduled(deep, "prefetch"), Phase.FORWARD)
+    text = events(scheduled(deep, "prefetch", Prefetch(1)), Phase.FORWARD)
     assert text.index("release 0") < text.index("launch 2")
 
 

@@ -1,0 +1,177 @@
+"""Costs from figures of a machine: a roofline for compute, α–β for collectives.
+
+    compute     max(FLOPs / (peak · efficiency(FLOPs)), bytes / bandwidth) for each operator that
+                no other can be fused into, and the bytes that enter and leave each fused chain
+                (Williams et al. 2009, "Roofline")
+    gather      (g−1)·α + (g−1)/g · S/B inside a node of g ranks, then (n−1)·α' + (n−1)/n · S/B'
+                between n nodes, S the full bytes: the ring of Thakur et al. 2005, section 4.1,
+                once in each level
+    all-reduce  a reduce-scatter and a gather: twice that
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from fxzero.cost.cluster import ClusterSpec
+from fxzero.cost.model import Collective, Message, TransferCost
+from fxzero.graph.aliases import is_view
+from fxzero.graph.operators import num_bytes
+from fxzero.graph.stamps import Role, stamp_of
+
+_NAMES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run of nodes has to do."""
+
+    products: tuple[tuple[float, float, str], ...]
+    """Per operator with a FLOP formula: FLOPs, bytes, dtype."""
+    streamed_bytes: float
+    """What all other operators read and write, fused."""
+    num_kernels: int
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.products + other.products,
+            self.streamed_bytes + other.streamed_bytes,
+            self.num_kernels + other.num_kernels,
+        )
+
+
+def flops_of(node: fx.Node) -> float:
+    """FLOPs of an operator by torch's own formulas; 0 if there is none."""
+    packet = getattr(node.target, "overloadpacket", None)
+    formula = flop_registry.get(packet) if packet is not None else None
+    if formula is None:
+        return 0.0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    try:
+        return float(formula(*args, **kwargs, out_val=node.meta["val"]))
+    except (TypeError, AttributeError):  # symbolic sizes, or arguments the formula does not take
+        return 0.0
+
+
+def value_bytes(node: fx.Node) -> int:
+    """Bytes of a node's tensors, several if it returns several."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    total = 0
+    for tensor in values:
+        if isinstance(tensor, torch.Tensor) and isinstance(tensor.numel(), int):
+            total += tensor.numel() * tensor.element_size()
+    return total
+
+
+def work_of(nodes: Sequence[fx.Node]) -> Work:
+    """Sum up what nodes do when their pointwise operators and reductions are fused.
+
+    A fused chain reads what comes from outside of it and writes what others read of it.
+    """
+    inside = set(nodes)
+    products: list[tuple[float, float, str]] = []
+    streamed = 0.0
+    kernels = 0
+    chain_of: dict[fx.Node, bool] = {}
+    for node in nodes:
+        if node.op != "call_function" or is_view(node) or node.target is operator.getitem:
+            continue
+        if (known := node.meta.get("fxzero_work")) is not None:
+            products += known.products
+            streamed += known.streamed_bytes
+            kernels += known.num_kernels
+            continue
+        flops = flops_of(node)
+        written = value_bytes(node)
+        if flops:
+            read = sum(num_bytes(n) for n in node.all_input_nodes)
+            value = node.meta["val"]
+            first = value[0] if isinstance(value, (list, tuple)) else value
+            products.append((flops, read + written, _NAMES.get(first.dtype, "fp32")))
+            chain_of[node] = False
+            continue
+        if stamp_of(node).role is Role.UPDATE:
+            streamed += _update_bytes(node)
+            kernels += 1
+            continue
+        chain_of[node] = True
+        read = 0
+        new = True
+        for source in node.all_input_nodes:
+            while is_view(source) and source in inside:
+                source = source.all_input_nodes[0]
+            if chain_of.get(source):
+                new = False
+            else:
+                read += num_bytes(source)
+        leaves = any(not chain_of.get(user, _streams(user, inside)) for user in node.users)
+        streamed += read + (written if leaves else 0)
+        kernels += new
+    return Work(tuple(products), streamed, kernels + len(products))
+
+
+def _streams(node: fx.Node, inside: set[fx.Node]) -> bool:
+    """Whether a later node will be fused with the ones that it reads."""
+    if node not in inside:
+        return False
+    if is_view(node) or node.target is operator.getitem:
+        return all(_streams(user, inside) for user in node.users)
+    return not flops_of(node)
+
+
+def _update_bytes(node: fx.Node) -> float:
+    """Bytes that an optimizer reads and writes: every tensor it gets, all but gradients twice."""
+    tensors = sum(num_bytes(n) for n in node.all_input_nodes)
+    return 2.0 * tensors
+
+
+@dataclass(frozen=True)
+class AnalyticCosts:
+    """A roofline on a device, α–β on its links."""
+
+    cluster: ClusterSpec
+    name: str = "analytic"
+
+    def compute_us(self, nodes: Sequence[fx.Node]) -> float:
+        """See `CostModel`."""
+        return self.work_us(work_of(nodes))
+
+    def work_us(self, work: Work) -> float:
+        """Microseconds that some work takes."""
+        device = self.cluster.device
+        bandwidth = device.memory_bytes_per_s * device.memory_efficiency
+        seconds = work.streamed_bytes / bandwidth
+        for flops, moved, dtype in work.products:
+            peak = device.peak_flops.get(dtype, device.peak_flops["fp32"])
+            reached = peak * device.flops_efficiency * flops / (flops + device.half_peak_flops)
+            seconds += max(flops / reached, moved / bandwidth)
+        return seconds * 1e6 + work.num_kernels * device.launch_us
+
+    def transfer(self, message: Message) -> TransferCost:
+        """See `CostModel`. The ranks of a group fill nodes one after the other."""
+        size = message.size
+        if size <= 1:
+            return TransferCost(0.0)
+        per_node = min(self.cluster.devices_per_node, size)
+        nodes = -(-size // per_node)
+        rounds = 2 if message.kind is Collective.ALL_REDUCE else 1
+        wire_s = host_s = 0.0
+        for ranks, link in ((per_node, self.cluster.intra), (nodes, self.cluster.inter)):
+            if ranks == 1:
+                continue
+            moved = message.num_bytes * (ranks - 1) / ranks
+            wire_s += (ranks - 1) * link.latency_us * 1e-6 + moved / link.bytes_per_s
+            host_s += moved * link.host_s_per_byte + link.host_us * 1e-6
+        return TransferCost(rounds * wire_s * 1e6, rounds * host_s * 1e6)

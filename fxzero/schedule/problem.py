@@ -1,0 +1,461 @@
+"""From a step graph to tasks, and from an order of tasks back to nodes.
+
+    unit      a run of compute of one layer, which will be one region; a layer whose parameters
+              come in several buckets is split where it first reads a later one
+    gather    launched on its own, joined before the first unit that reads it, held until the
+              last one has
+    reduce    launched after the unit that makes its gradient, which is held until its join
+    join      the wait of a reduce, and the updates that wait for nothing else
+    tail      what waits for several reduces: the gradients' norm, clipping, and so on
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from fxzero.cost.model import CostModel, message_of
+from fxzero.graph import Lane, Phase, Role, StepGraph
+from fxzero.graph.aliases import is_view
+from fxzero.graph.operators import num_bytes
+from fxzero.graph.stamps import stamp_of
+from fxzero.graph.step_graph import Transfer
+from fxzero.schedule.tasks import Hold, Task, TaskGraph
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A step graph as tasks."""
+
+    graph: TaskGraph
+    nodes: tuple[tuple[fx.Node, ...], ...]
+    """By task: what is placed where it is issued."""
+    joins: dict[int, tuple[fx.Node, ...]]
+    """By compute task: what joins the gathers that it is the first to read."""
+    releases: dict[int, tuple[fx.Node, ...]]
+    """By compute task: what it is the last to read."""
+    followers: tuple[fx.Node, ...]
+    """What runs as soon as it can, between two units."""
+
+    def node_order(self, order: Sequence[int], first: Collection[str] = ()) -> list[fx.Node]:
+        """All call nodes in the order that an order of tasks means.
+
+        Args:
+            first: keys of parameters whose updates go before those of others.
+        """
+        out: list[fx.Node] = []
+        boundaries: set[fx.Node] = set()
+        joined: set[fx.Node] = set()
+        for index in order:
+            joins = [n for n in self.joins.get(index, ()) if n not in joined]
+            joined.update(joins)
+            nodes = self.nodes[index]
+            boundaries.update(joins, nodes[:1])
+            if self.graph.tasks[index].is_transfer:
+                boundaries.update(nodes)
+            releases = self.releases.get(index, ())
+            boundaries.update(releases)
+            out += [*joins, *nodes, *releases]
+        return with_followers(out, self.followers, boundaries, first)
+
+
+@dataclass
+class _Unit:
+    nodes: list[fx.Node]
+    needs: list[int] = field(default_factory=list)
+    """Positions of gathers."""
+    reads: list[int] = field(default_factory=list)
+    """Positions of reduces whose results it reads."""
+
+
+class _Builder:
+    def __init__(self, graph: StepGraph, costs: CostModel, *, cut: bool) -> None:
+        self.step = graph
+        self.costs = costs
+        self.cut = cut
+        """Whether forward and backward will be run apart."""
+        transfers = [t for s in graph.segments() for t in graph.transfers(segment=s)]
+        self.gathers = [t for t in transfers if t.stamp.lane is Lane.GATHER]
+        self.reduces = [t for t in transfers if t.stamp.lane is Lane.REDUCE]
+        self.moved = {node for t in transfers for node in nodes_of(t)}
+        nodes = list(graph.nodes())
+        self.followers = [n for n in nodes if is_follower(n) and n not in self.moved]
+        self.releases = [n for n in nodes if stamp_of(n).role is Role.RELEASE]
+        apart = {*self.moved, *self.followers, *self.releases}
+        self.compute = [n for n in nodes if n not in apart]
+        self.position = {node: i for i, node in enumerate(self.compute)}
+        self.first_use = [self._first_use(t) for t in self.gathers]
+        self.units, self.unit_of = self._units()
+
+    def _first_use(self, transfer: Transfer) -> int | None:
+        """The position of the first compute node that reads a transfer's results."""
+        users = (self.position.get(u) for n in transfer.results for u in n.users)
+        return min((p for p in users if p is not None), default=None)
+
+    def _units(self) -> tuple[list[_Unit], list[int]]:
+        """Runs of one layer, split where a later bucket of the layer is first read."""
+        begins: list[bool] = []
+        for i, node in enumerate(self.compute):
+            before = stamp_of(self.compute[i - 1]) if i else None
+            stamp = stamp_of(node)
+            begins.append(
+                before is None or (before.layer, before.segment) != (stamp.layer, stamp.segment)
+            )
+        starts: list[int] = []
+        for i, new in enumerate(begins):
+            starts.append(i if new else starts[-1])
+        begun: set[tuple[str, object]] = set()
+        joined_at: list[int | None] = []
+        for transfer, use in zip(self.gathers, self.first_use, strict=True):
+            key = (transfer.stamp.layer, transfer.stamp.segment)
+            if use is None:
+                joined_at.append(None)
+            elif key in begun:
+                begins[use] = True
+                joined_at.append(use)
+            else:
+                joined_at.append(starts[use])
+            begun.add(key)
+        units: list[_Unit] = []
+        unit_of: list[int] = []
+        for node, new in zip(self.compute, begins, strict=True):
+            if new:
+                units.append(_Unit([]))
+            units[-1].nodes.append(node)
+            unit_of.append(len(units) - 1)
+        for i, position in enumerate(joined_at):
+            if position is not None:
+                units[unit_of[position]].needs.append(i)
+        for i, transfer in enumerate(self.reduces):
+            use = self._first_use(transfer)
+            if use is not None:
+                units[unit_of[use]].reads.append(i)
+        return units, unit_of
+
+    def _unit_after(self, nodes: Iterable[fx.Node], seen: set[fx.Node]) -> int:
+        """The last unit that nodes depend on, through followers and transfers; -1 for none."""
+        last = -1
+        for node in nodes:
+            if node in seen:
+                continue
+            seen.add(node)
+            if node in self.position:
+                last = max(last, self.unit_of[self.position[node]])
+            elif node.op == "call_function" and stamp_of(node).role is not Role.RELEASE:
+                last = max(last, self._unit_after(node.all_input_nodes, seen))
+        return last
+
+    def _joins_behind(self) -> dict[fx.Node, frozenset[int]]:
+        """For each follower, the reduces that it waits for."""
+        result_of = {n: i for i, t in enumerate(self.reduces) for n in nodes_of(t)}
+        behind: dict[fx.Node, frozenset[int]] = {}
+        for node in self.followers:
+            found: set[int] = set()
+            for source in node.all_input_nodes:
+                if source in result_of:
+                    found.add(result_of[source])
+                else:
+                    found |= behind.get(source, frozenset())
+            behind[node] = frozenset(found)
+        return behind
+
+    def build(self, budget_bytes: int | None) -> Problem:
+        """Make the tasks, units and transfers in the graph's own order."""
+        made_by = [self._unit_after(sources_of(t), set()) for t in self.reduces]
+        join_of = {n: i for i, t in enumerate(self.reduces) for n in join_nodes(t)}
+        second_of = [
+            sorted({join_of[s] for s in _through_followers(sources_of(t)) if s in join_of} - {i})
+            for i, t in enumerate(self.reduces)
+        ]
+        behind = self._joins_behind()
+        follower_us: dict[int, float] = defaultdict(float)
+        tail: list[fx.Node] = []
+        for node in self.followers:
+            waits = behind[node]
+            if len(waits) == 1:
+                follower_us[next(iter(waits))] += self.costs.compute_us([node])
+            else:
+                tail.append(node)
+        # Tasks in a valid order: gathers before their first unit, reduces after their maker.
+        plan: list[tuple[str, int]] = []
+        placed: set[int] = set()
+        for u, unit in enumerate(self.units):
+            plan += [("gather", i) for i in unit.needs]
+            for r in sorted(unit.reads):
+                self._plan_reduce(r, second_of, placed, plan)
+            plan.append(("unit", u))
+            for r, maker in enumerate(made_by):
+                if maker == u and all(s in placed for s in second_of[r]):
+                    self._plan_reduce(r, second_of, placed, plan)
+        for r in range(len(self.reduces)):
+            self._plan_reduce(r, second_of, placed, plan)
+        never_read = [i for i, use in enumerate(self.first_use) if use is None]
+        plan += [("gather", i) for i in never_read]
+        plan.append(("tail", 0))
+        return self._problem(plan, budget_bytes, made_by, second_of, follower_us, tail)
+
+    def _plan_reduce(
+        self, r: int, second_of: list[list[int]], placed: set[int], plan: list[tuple[str, int]]
+    ) -> None:
+        if r in placed:
+            return
+        for first in second_of[r]:
+            self._plan_reduce(first, second_of, placed, plan)
+        placed.add(r)
+        plan += [("reduce", r), ("join", r)]
+
+    def _problem(
+        self,
+        plan: list[tuple[str, int]],
+        budget_bytes: int | None,
+        made_by: list[int],
+        second_of: list[list[int]],
+        follower_us: dict[int, float],
+        tail: list[fx.Node],
+    ) -> Problem:
+        index = {what: i for i, what in enumerate(plan)}
+        last_reader, ending = self._lifetimes()
+        tasks: list[Task] = []
+        nodes: list[tuple[fx.Node, ...]] = []
+        joins: dict[int, tuple[fx.Node, ...]] = {}
+        releases: dict[int, tuple[fx.Node, ...]] = {}
+        grads: dict[int, list[int]] = defaultdict(list)
+        for r, maker in enumerate(made_by):
+            grads[maker].append(r)
+        for kind, i in plan:
+            me = len(tasks)
+            if kind == "unit":
+                unit = self.units[i]
+                after = [index["unit", i - 1]] if i else []
+                after += [index["gather", g] for g in unit.needs]
+                after += [index["join", r] for r in unit.reads]
+                holds = tuple(
+                    Hold(sum(map(num_bytes, self.reduces[r].tensors)), (index["join", r],))
+                    for r in grads[i]
+                    if not second_of[r]
+                )
+                us = self.costs.compute_us(unit.nodes)
+                stamp = stamp_of(unit.nodes[0])
+                name = f"{stamp.layer or 'root'} {stamp.phase.value}"
+                tasks.append(Task(name, Lane.COMPUTE, us, after=tuple(after), holds=holds))
+                nodes.append(tuple(unit.nodes))
+                joins[me] = tuple(n for g in unit.needs for n in join_nodes(self.gathers[g]))
+                releases[me] = tuple(ending[i])
+            elif kind == "gather":
+                tasks.append(self._gather(i, index, last_reader[i]))
+                nodes.append(tuple(launch_nodes(self.gathers[i])))
+                if self.first_use[i] is None:
+                    nodes[-1] += tuple(join_nodes(self.gathers[i]))
+            elif kind == "reduce":
+                after = [index["unit", made_by[i]]] if made_by[i] >= 0 else []
+                after += [index["join", first] for first in second_of[i]]
+                cost = self.costs.transfer(message_of(self.step, self.reduces[i]))
+                name = f"reduce {self.reduces[i].stamp.bucket or self.reduces[i].launch.name}"
+                tasks.append(
+                    Task(name, Lane.REDUCE, cost.wire_us, cost.host_us, tuple(sorted(set(after))))
+                )
+                nodes.append(tuple(launch_nodes(self.reduces[i])))
+            elif kind == "join":
+                name = f"join {self.reduces[i].stamp.bucket or self.reduces[i].launch.name}"
+                us = follower_us[i]
+                tasks.append(Task(name, Lane.COMPUTE, us, after=(index["reduce", i],)))
+                nodes.append(tuple(join_nodes(self.reduces[i])))
+            else:
+                after = [i for i, t in enumerate(tasks) if t.name.startswith("join ")]
+                after += [index["unit", len(self.units) - 1]] if self.units else []
+                us = self.costs.compute_us(tail) + self._blocking_us()
+                tasks.append(Task("tail", Lane.COMPUTE, us, after=tuple(after)))
+                nodes.append(tuple(ending[len(self.units)]))
+        return Problem(
+            TaskGraph(tuple(tasks), budget_bytes),
+            tuple(nodes),
+            joins,
+            releases,
+            tuple(self.followers),
+        )
+
+    def _gather(self, i: int, index: dict[tuple[str, int], int], last: int | None) -> Task:
+        transfer = self.gathers[i]
+        cost = self.costs.transfer(message_of(self.step, transfer))
+        holds: tuple[Hold, ...] = ()
+        if last is not None:
+            holds = (Hold(sum(map(num_bytes, transfer.waits)), (index["unit", last],)),)
+        after: tuple[int, ...] = ()
+        if self.cut and (previous := self._end_of_forward(transfer)) is not None:
+            after = (index["unit", previous],)
+        name = f"gather {transfer.stamp.bucket or transfer.launch.name}"
+        return Task(name, Lane.GATHER, cost.wire_us, cost.host_us, after, holds)
+
+    def _end_of_forward(self, transfer: Transfer) -> int | None:
+        """The last unit of forward, for a gather of backward."""
+        if transfer.stamp.phase is not Phase.BACKWARD:
+            return None
+        forward = [
+            u
+            for u, unit in enumerate(self.units)
+            if stamp_of(unit.nodes[0]).phase is Phase.FORWARD
+        ]
+        return forward[-1] if forward else None
+
+    def _lifetimes(self) -> tuple[list[int | None], dict[int, list[fx.Node]]]:
+        """By gather, the last unit that reads it, if it is released; by unit, releases after it."""
+        owner = {n: i for i, t in enumerate(self.gathers) for n in (*t.waits, *t.finish)}
+        last_reader: list[int | None] = [None] * len(self.gathers)
+        ending: dict[int, list[fx.Node]] = defaultdict(list)
+        for release in self.releases:
+            found = [self.position[n] for n in readers_of(release) if n in self.position]
+            last = self.unit_of[max(found)] if found else len(self.units)
+            ending[last].append(release)
+            for source in release.all_input_nodes:
+                if source in owner and found:
+                    i = owner[source]
+                    last_reader[i] = max(last, last_reader[i] or 0)
+        return last_reader, ending
+
+    def _blocking_us(self) -> float:
+        """Transfers of the optimizer phase: the norm's sum, which everything waits for."""
+        found = self.step.transfers(phase=Phase.OPTIMIZER)
+        return sum(self.costs.transfer(message_of(self.step, t)).wire_us for t in found)
+
+
+def problem_of(
+    graph: StepGraph, costs: CostModel, *, budget_bytes: int | None = None, cut: bool
+) -> Problem:
+    """Describe a step graph as tasks.
+
+    Args:
+        budget_bytes: most bytes of gathered parameters and unreduced gradients at once.
+        cut: whether forward and backward will be run apart, so that nothing of backward can
+            be launched in forward.
+    """
+    return _Builder(graph, costs, cut=cut).build(budget_bytes)
+
+
+def is_follower(node: fx.Node) -> bool:
+    """Whether a node runs as soon as it can, between two units."""
+    stamp = stamp_of(node)
+    return stamp.phase is Phase.OPTIMIZER or stamp.role is Role.ACCUMULATE
+
+
+def nodes_of(transfer: Transfer) -> list[fx.Node]:
+    """All nodes that exist for a transfer."""
+    return [*launch_nodes(transfer), *join_nodes(transfer)]
+
+
+def launch_nodes(transfer: Transfer) -> list[fx.Node]:
+    """What starts a transfer."""
+    return [*transfer.prepare, transfer.launch]
+
+
+def join_nodes(transfer: Transfer) -> list[fx.Node]:
+    """What joins a transfer."""
+    return [*transfer.parts, *transfer.waits, *transfer.finish]
+
+
+def sources_of(transfer: Transfer) -> list[fx.Node]:
+    """What a transfer reads from outside of itself."""
+    own = set(transfer.prepare)
+    return [n for node in launch_nodes(transfer) for n in node.all_input_nodes if n not in own]
+
+
+def _through_followers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes, and what followers among them read."""
+    found: set[fx.Node] = set()
+    queue = list(nodes)
+    while queue:
+        node = queue.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if node.op == "call_function" and is_follower(node):
+            queue += node.all_input_nodes
+    return found
+
+
+def readers_of(release: fx.Node) -> set[fx.Node]:
+    """Everything that reads what a release ends, through views."""
+    found: set[fx.Node] = set()
+    queue = list(release.all_input_nodes)
+    while queue:
+        for user in queue.pop().users:
+            if user is release or user in found:
+                continue
+            found.add(user)
+            if is_view(user):
+                queue.append(user)
+    return found
+
+
+def with_followers(
+    order: Sequence[fx.Node],
+    followers: Sequence[fx.Node],
+    boundaries: Collection[fx.Node],
+    first: Collection[str] = (),
+) -> list[fx.Node]:
+    """Put each follower where what it reads is there, and what it changes has been read.
+
+    Args:
+        boundaries: the nodes of `order` before which there is room.
+        first: keys of parameters whose updates go before others that are ready too.
+    """
+    missing = {node: _awaited(node) for node in followers}
+    waiting: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node, needed in missing.items():
+        for source in needed:
+            waiting[source].append(node)
+    chosen = set(first)
+    rank = {
+        node: (chosen.isdisjoint(stamp_of(node).params), i) for i, node in enumerate(followers)
+    }
+    ready = [rank[node] for node, needed in missing.items() if not needed]
+    heapq.heapify(ready)
+    out: list[fx.Node] = []
+
+    def emit(node: fx.Node) -> None:
+        out.append(node)
+        for follower in waiting.pop(node, ()):
+            missing[follower].discard(node)
+            if not missing[follower]:
+                heapq.heappush(ready, rank[follower])
+
+    def flush() -> None:
+        while ready:
+            emit(followers[heapq.heappop(ready)[1]])
+
+    for node in order:
+        if node in boundaries:
+            flush()
+        emit(node)
+    flush()
+    assert len(out) == len(order) + len(followers), "followers wait for each other"
+    return out
+
+
+def _awaited(node: fx.Node) -> set[fx.Node]:
+    """What must run before a follower: its sources, and all readers of what it changes."""
+    needed = {n for n in node.all_input_nodes if n.op == "call_function"}
+    if stamp_of(node).role is Role.UPDATE:
+        for source in node.all_input_nodes:
+            if source.op == "placeholder" and stamp_of(source).phase is not Phase.OPTIMIZER:
+                needed |= {reader for reader in readers(source) if reader < node}
+    return needed - {node}
+
+
+def readers(source: fx.Node) -> set[fx.Node]:
+    """Everything that reads a node's memory: through views, and in collectives until joined."""
+    found: set[fx.Node] = set()
+    queue = [source]
+    while queue:
+        for user in queue.pop().users:
+            if user in found or user.op == "output":
+                continue
+            found.add(user)
+            if is_view(user) or stamp_of(user).role in (Role.PREPARE, Role.LAUNCH, Role.PART):
+                queue.append(user)
+    return found
+
+

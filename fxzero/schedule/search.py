@@ -1,0 +1,282 @@
+"""Orders of tasks: fixed distances, list scheduling by critical path, and exact for a few tasks.
+
+List scheduling (Graham 1969) goes through time. At each moment it issues the compute task that
+can start first, unless the link would stand idle meanwhile: then the ready transfer with the
+longest path behind it goes first. How far gathers may run ahead of their use is a window of
+bytes; the search tries several and takes the order that holds least among the fast ones.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fxzero.graph.stamps import Lane
+from fxzero.schedule.tasks import Clock, Replay, TaskGraph, replay
+
+EXACT_TASKS = 8
+"""Up to so many tasks, every order is looked at."""
+SLACK = 0.005
+"""How much slower than the best an order may be if it holds less."""
+WINDOWS = (0, 1, 2, 3, 4, 6, 8, 16, 64)
+"""How far gathers may run ahead, in sizes of the largest one."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """An order, and what it comes to."""
+
+    order: tuple[int, ...]
+    replay: Replay
+    by: str
+    """How it was found."""
+
+
+def list_order(graph: TaskGraph, window_bytes: float, *, joins_first: bool) -> list[int] | None:
+    """Order tasks by list scheduling; None if the budget leaves no room to go on.
+
+    Args:
+        window_bytes: how many bytes gathers may hold before compute can use them.
+        joins_first: whether a reduce that has arrived is joined before compute goes on, which
+            holds less, or only when compute has to wait anyway.
+    """
+    return _ListScheduler(graph, window_bytes, joins_first).run()
+
+
+class _ListScheduler:
+    def __init__(self, graph: TaskGraph, window_bytes: float, joins_first: bool) -> None:
+        self.graph = graph
+        self.tasks = graph.tasks
+        self.window_bytes = window_bytes
+        self.joins_first = joins_first
+        self.clock = Clock(graph)
+        self.missing = [len(task.after) for task in graph.tasks]
+        self.order: list[int] = []
+        self.compute: list[int] = []
+        self.transfers: dict[Lane, list[tuple[float, int]]] = {}
+        self.ahead_bytes = 0
+        self.unread: set[int] = set()
+        """Gathers that were issued and that nothing has read yet."""
+        self.is_join = [
+            task.lane is Lane.COMPUTE
+            and any(graph.tasks[b].lane is Lane.REDUCE for b in task.after)
+            for task in graph.tasks
+        ]
+        for i, count in enumerate(self.missing):
+            if not count:
+                self._ready(i)
+
+    def _ready(self, index: int) -> None:
+        task = self.tasks[index]
+        if task.is_transfer:
+            heap = self.transfers.setdefault(task.lane, [])
+            heapq.heappush(heap, (-self.graph.urgency_us[index], index))
+        else:
+            self.compute.append(index)
+
+    def _issue(self, index: int) -> None:
+        self.clock.issue(index)
+        self.order.append(index)
+        task = self.tasks[index]
+        if task.lane is Lane.GATHER:
+            self.unread.add(index)
+            self.ahead_bytes += self.graph.num_bytes[index]
+        else:
+            for before in task.after:
+                if before in self.unread:
+                    self.unread.discard(before)
+                    self.ahead_bytes -= self.graph.num_bytes[before]
+        for follower in self.graph.followers[index]:
+            self.missing[follower] -= 1
+            if not self.missing[follower]:
+                self._ready(follower)
+
+    def _fits(self, index: int) -> bool:
+        budget = self.graph.budget_bytes
+        return budget is None or self.clock.held + self.graph.num_bytes[index] <= budget
+
+    def _is_next(self, gather: int) -> bool:
+        """Whether something waits for nothing but gathers, this one among them."""
+        ended = self.clock.ended
+        return any(
+            all(b in ended or self.tasks[b].lane is Lane.GATHER for b in self.tasks[f].after)
+            for f in self.graph.followers[gather]
+        )
+
+    def _best_compute(self) -> int | None:
+        """The compute task that can start first."""
+
+        def preference(index: int) -> tuple[float, bool, float, int]:
+            late = self.is_join[index] != self.joins_first
+            return (self.clock.start_us(index), late, -self.graph.urgency_us[index], index)
+
+        return min(filter(self._fits, self.compute), key=preference, default=None)
+
+    def _best_transfer(self) -> int | None:
+        """The transfer with the longest path behind it, of those that may be issued."""
+        best: tuple[float, int] | None = None
+        for lane, heap in self.transfers.items():
+            if not heap:
+                continue
+            first = heap[0]
+            index = first[1]
+            if not self._fits(index):
+                continue
+            if lane is Lane.GATHER:
+                inside = self.ahead_bytes + self.graph.num_bytes[index] <= self.window_bytes
+                if not inside and not self._is_next(index):
+                    continue
+            best = first if best is None else min(best, first)
+        return best[1] if best is not None else None
+
+    def run(self) -> list[int] | None:
+        """Issue everything."""
+        while len(self.order) < len(self.tasks):
+            compute, transfer = self._best_compute(), self._best_transfer()
+            if transfer is not None:
+                start = self.clock.start_us(transfer)
+                if compute is None or start < self.clock.start_us(compute) + self.tasks[compute].us:
+                    heapq.heappop(self.transfers[self.tasks[transfer].lane])
+                    self._issue(transfer)
+                    continue
+            if compute is None:
+                return None
+            self.compute.remove(compute)
+            self._issue(compute)
+        return self.order
+
+
+def fixed_order(graph: TaskGraph, distance: int, reduce_distance: int) -> list[int]:
+    """Keep compute as it is, gathers `distance` ahead of their use, and as many reduces in flight.
+
+    A reduce is launched where its source has run, and joined after `reduce_distance` further
+    ones.
+    """
+    tasks = graph.tasks
+    order: list[int] = []
+    issued: set[int] = set()
+    in_flight: list[int] = []
+    first_use = {
+        i: min(graph.followers[i], default=len(tasks))
+        for i, task in enumerate(tasks)
+        if task.lane is Lane.GATHER
+    }
+    gathers = sorted(first_use, key=lambda i: (first_use[i], i))
+
+    def issue(index: int) -> None:
+        if index in issued:
+            return
+        for before in tasks[index].after:
+            issue(before)
+        issued.add(index)
+        order.append(index)
+
+    def join(count: int) -> None:
+        while len(in_flight) > count:
+            for follower in graph.followers[in_flight.pop(0)]:
+                if tasks[follower].lane is Lane.COMPUTE and issued.issuperset(
+                    tasks[follower].after
+                ):
+                    issue(follower)
+
+    def launch() -> None:
+        """Launch what has become ready to be reduced; a join may make more ready."""
+        nonlocal reduces
+        while ready := [i for i in reduces if issued.issuperset(tasks[i].after)]:
+            join(max(reduce_distance - 1, 0))
+            issue(ready[0])
+            in_flight.append(ready[0])
+            reduces = [i for i in reduces if i not in issued]
+            join(reduce_distance)
+
+    reduces = [i for i, task in enumerate(tasks) if task.lane is Lane.REDUCE]
+    needed = 0
+    for index, task in enumerate(tasks):
+        if task.is_transfer or index in issued:
+            continue
+        if any(tasks[b].lane is Lane.REDUCE for b in task.after):
+            continue  # a join: when it is its turn
+        while needed < len(gathers) and first_use[gathers[needed]] <= index:
+            needed += 1
+        for gather in gathers[: needed + distance]:
+            if first_use[gather] <= index or issued.issuperset(tasks[gather].after):
+                issue(gather)
+        issue(index)
+        launch()
+    for index in range(len(tasks)):
+        issue(index)
+    return order
+
+
+def exact_order(graph: TaskGraph) -> list[int] | None:
+    """The fastest order of a few tasks, and of those the one that holds least; None if the budget
+    allows none. Every order is looked at, but for those that have already lost."""
+    best: tuple[float, int] = (float("inf"), 0)
+    found: list[int] | None = None
+    count = len(graph.tasks)
+    least_left = graph.urgency_us
+
+    def search(clock: Clock, order: list[int], left: set[int]) -> None:
+        nonlocal best, found
+        if (clock.makespan_us, clock.peak) >= best:
+            return
+        if not left:
+            best, found = (clock.makespan_us, clock.peak), list(order)
+            return
+        for index in sorted(left, key=lambda i: -least_left[i]):
+            if any(before in left for before in graph.tasks[index].after):
+                continue
+            following = clock.copy()
+            following.issue(index)
+            if graph.budget_bytes is not None and following.peak > graph.budget_bytes:
+                continue
+            search(following, [*order, index], left - {index})
+
+    search(Clock(graph), [], set(range(count)))
+    return found
+
+
+def best_order(graph: TaskGraph) -> Found | None:
+    """The order that holds least among those that are about as fast as the fastest found.
+
+    Never slower than gathers one ahead of their use, if the budget allows those.
+
+    Returns:
+        None if no order was found within the budget.
+    """
+    found: list[Found] = []
+    seen: set[tuple[int, ...]] = set()
+
+    def consider(make: Callable[[], list[int] | None], by: str) -> Found | None:
+        order = make()
+        if order is None or (key := tuple(order)) in seen:
+            return None
+        seen.add(key)
+        result = Found(key, replay(graph, order), by)
+        if graph.budget_bytes is not None and result.replay.peak_bytes > graph.budget_bytes:
+            return None
+        found.append(result)
+        return result
+
+    if len(graph) <= EXACT_TASKS:
+        exact = consider(lambda: exact_order(graph), "exact")
+        return exact
+    fixed = consider(lambda: fixed_order(graph, 1, 1), "distance 1")
+    consider(lambda: fixed_order(graph, 0, 0), "distance 0")
+    largest = max((t.num_bytes for t in graph.tasks if t.lane is Lane.GATHER), default=0)
+    for factor in WINDOWS if largest else (0,):
+        for joins_first in (True, False):
+            window = factor * largest
+            consider(
+                lambda: list_order(graph, window, joins_first=joins_first),  # noqa: B023
+                f"list, window {window}",
+            )
+    if not found:
+        return None
+    best_us = min(f.replay.makespan_us for f in found)
+    limit_us = best_us * (1 + SLACK)
+    if fixed is not None:
+        limit_us = max(best_us, min(limit_us, fixed.replay.makespan_us))
+    fast = [f for f in found if f.replay.makespan_us <= limit_us]
+    return min(fast, key=lambda f: (f.replay.peak_bytes, f.replay.makespan_us, f.order))
