@@ -190,6 +190,16 @@ def fake_tensors() -> Any:
     return FakeTensorMode()
 
 
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Make and use tensors with values inside of a compilation."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with unset_fake_temporarily(), _disable_current_modes():
+        yield
+
+
 def is_symbolic(value: Any) -> bool:
     """Whether a value is a symbolic number."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))

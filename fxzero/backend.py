@@ -124,8 +124,14 @@ class Compilation:
         self.specs = graph.specs
         if self.keep_graphs:
             self.joint = graph
+        self.choose_costs(graph)
         self.run(graph, self.config.joint_passes())
         self.check_ranks(graph)
+
+    def choose_costs(self, graph: StepGraph) -> None:
+        """Find out what things take, by the settings."""
+        fuses = self.config.lower_regions.backend is RegionBackend.INDUCTOR
+        self.context.costs = self.config.cost.make(graph, fuses=fuses)
 
     def run(self, graph: StepGraph, passes: Sequence[Pass], given: Iterable[Fact] = ()) -> None:
         """Run passes, and keep what they say."""
@@ -142,7 +148,7 @@ class Compilation:
     def check_ranks(self, graph: StepGraph) -> None:
         """See that all ranks will communicate alike."""
         if dist.is_initialized():
-            check_ranks(graph, _identity(graph), dist.get_rank())
+            check_ranks(graph, graph.identity, dist.get_rank())
 
     def cut(self, graph: StepGraph) -> Sides:
         """Split the scheduled graph; backward may free what only it can see."""
@@ -294,9 +300,3 @@ def _qualified_name(node: fx.Node) -> str:
     """A parameter's name, from where Dynamo found it."""
     parts = [p for p in _PATH.findall(_compat.input_source_name(node)) if p != "_orig_mod"]
     return ".".join(parts) or node.name
-
-
-def _identity(graph: StepGraph) -> str:
-    """What ranks call the model that a graph belongs to: models are sharded in one order."""
-    numbers = sorted({spec.state.number for spec in graph.specs.values()})
-    return "-".join(str(number) for number in numbers)

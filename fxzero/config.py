@@ -32,6 +32,7 @@ from fxzero.passes import (
     Update,
 )
 from fxzero.passes.lower_regions import RegionBackend
+from fxzero.schedule.settings import CostSettings
 
 T = TypeVar("T")
 
@@ -50,6 +51,7 @@ class Config:
     cuda_graph: bool = False
     """In whole steps on CUDA: replay the step as one CUDA graph. Not for optimizers that run
     their own ``step()``, nor with `stop_unless_finite`, which waits for the GPU."""
+    cost: CostSettings = field(default_factory=CostSettings)
     recompute: Recompute = field(default_factory=Recompute)
     bucket: Bucket = field(default_factory=Bucket)
     prefetch: Prefetch = field(default_factory=Prefetch)

@@ -6,22 +6,40 @@
 Transfers and runs of compute become tasks with costs (`fxzero.schedule.problem`), and a search
 over the whole step orders them for the shortest simulated time within a budget of bytes; of
 orders that are about as fast, the one that holds least (`fxzero.schedule.search`). With
-`distance`, gathers run a fixed number of buckets ahead instead. What follows a reduce (the sum
-over micro-steps, the update) runs as soon as it can, between two runs of compute. The set of
-nodes stays as it was: only the order changes.
+`distance`, gathers run a fixed number of buckets ahead instead. Where the budget allows and it
+is faster, backward reads what forward gathered (`fxzero.schedule.keep`). What follows a reduce
+(the sum over micro-steps, the update) runs as soon as it can, between two runs of compute.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fxzero.cost.model import Remembered
 from fxzero.errors import ConfigError, PassError
 from fxzero.graph import Lane, StepGraph
+from fxzero.graph.step_graph import Transfer
 from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.runtime.cutout import settle
+from fxzero.schedule.agreement import agree
+from fxzero.schedule.keep import keep, keepable
 from fxzero.schedule.problem import Problem, problem_of
-from fxzero.schedule.search import Found, best_order, fixed_order
+from fxzero.schedule.search import SLACK, Found, best_order, fixed_order
 from fxzero.schedule.tasks import TaskGraph, replay
+
+KEEPS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
+"""How many buckets to try to keep from forward to backward."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A decision for a graph."""
+
+    kept: tuple[Transfer, ...]
+    problem: Problem
+    found: Found
 
 
 def default_budget(graph: TaskGraph) -> int:
@@ -29,34 +47,61 @@ def default_budget(graph: TaskGraph) -> int:
     return replay(graph, fixed_order(graph, 1, 1)).peak_bytes
 
 
-def search(graph: TaskGraph) -> Found:
-    """The best order within the budget.
+def choose(
+    describe: Callable[[tuple[Transfer, ...], int | None], Problem],
+    candidates: list[Transfer],
+    budget_bytes: int | None,
+) -> Choice:
+    """The best order within the budget, with as many parameters kept as make it faster.
+
+    Args:
+        describe: the problem without some of backward's gathers, for a budget.
+        candidates: gathers that may go, those first that cost the least memory.
+        budget_bytes: None takes `default_budget`.
 
     Raises:
-        PassError: there is none.
+        PassError: there is no such order.
     """
-    found = best_order(graph)
-    if found is None:
-        least = replay(graph, fixed_order(graph, 0, 0)).peak_bytes
-        assert graph.budget_bytes is not None
-        raise PassError(
-            f"prefetch.budget_bytes={graph.budget_bytes}: no order holds so little. Gathering "
-            f"each bucket right before its use and reducing each at once holds {least} bytes. "
-            "Raise the budget, or make buckets smaller: bucket.cap_bytes."
+    if budget_bytes is None:
+        budget_bytes = default_budget(describe((), None).graph)
+    best: Choice | None = None
+    for count in (n for n in KEEPS if n <= len(candidates)):
+        kept = tuple(candidates[:count])
+        problem = describe(kept, budget_bytes)
+        found = best_order(problem.graph)
+        if found is None:
+            break  # what is kept leaves too little
+        faster = best is None or (
+            found.replay.makespan_us < best.found.replay.makespan_us * (1 - SLACK)
         )
-    return found
+        if faster:
+            best = Choice(kept, problem, found)
+    if best is None:
+        graph = describe((), budget_bytes).graph
+        least = replay(graph, fixed_order(graph, 0, 0)).peak_bytes
+        raise PassError(
+            f"prefetch.budget_bytes={budget_bytes}: no order holds so little. Gathering each "
+            f"bucket right before its use and reducing each at once holds {least} bytes. Raise "
+            "the budget, or make buckets smaller: bucket.cap_bytes."
+        )
+    return best
 
 
-def first_gathers(problem: Problem, order: tuple[int, ...]) -> set[str]:
+def first_gathers(problem: Problem, order: Sequence[int]) -> set[str]:
     """Keys of the parameters that are gathered before any compute."""
     found: set[str] = set()
     for index in order:
-        task = problem.graph.tasks[index]
-        if task.lane is Lane.COMPUTE:
+        if problem.graph.tasks[index].lane is Lane.COMPUTE:
             break
-        if task.lane is Lane.GATHER:
-            found.update(p for node in problem.nodes[index] for p in node.meta["fxzero"].params)
+        if index in problem.gathers:
+            found.update(problem.gathers[index].stamp.params)
     return found
+
+
+def question(graph: StepGraph, tasks: TaskGraph) -> str:
+    """What must be equal on two ranks for them to decide alike."""
+    names = [f"{task.name} {task.after}" for task in tasks.tasks]
+    return "\n".join([*names, *(f"{t.launch.target}" for t in graph.transfers())])
 
 
 @dataclass(frozen=True)
@@ -86,26 +131,52 @@ class Prefetch(Pass):
 
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
+        settle(graph)  # so that units are the regions that will be
         cut = graph.loss is None
-        problem = problem_of(graph, ctx.costs, budget_bytes=self.budget_bytes, cut=cut)
-        tasks = problem.graph
+        costs = Remembered(ctx.costs)
+
+        def describe(kept: tuple[Transfer, ...], budget_bytes: int | None) -> Problem:
+            names = frozenset(t.stamp.bucket for t in kept)
+            return problem_of(graph, costs, budget_bytes=budget_bytes, cut=cut, kept=names)
+
         if self.distance is not None:
             self._warn_of_unused(ctx)
-            order = tuple(fixed_order(tasks, self.distance, self.reduce_distance))
-            found = Found(order, replay(tasks, order), f"distance {self.distance}")
+            problem = describe((), None)
+            order = tuple(fixed_order(problem.graph, self.distance, self.reduce_distance))
+            found = Found(order, replay(problem.graph, order), f"distance {self.distance}")
+            choice = Choice((), problem, found)
         else:
-            if self.budget_bytes is None:
-                tasks = TaskGraph(tasks.tasks, default_budget(tasks))
-            found = search(tasks)
-        graph.reorder(problem.node_order(found.order, first_gathers(problem, found.order)))
+            choice = self._agreed(graph, describe)
+        order = choice.found.order
+        first = first_gathers(choice.problem, order)
+        keep(graph, list(choice.kept), cut=cut)
+        graph.reorder(choice.problem.node_order(order, first))
+        result = choice.found.replay
         return Notes(
-            tasks=len(tasks),
-            by=found.by,
-            step_us=round(found.replay.makespan_us),
-            exposed_us=round(found.replay.exposed_us),
-            held_bytes=found.replay.peak_bytes,
-            budget_bytes=tasks.budget_bytes,
+            tasks=len(choice.problem.graph),
+            by=choice.found.by,
+            kept=len(choice.kept),
+            step_us=round(result.makespan_us),
+            exposed_us=round(result.exposed_us),
+            held_bytes=result.peak_bytes,
+            budget_bytes=choice.problem.graph.budget_bytes,
         )
+
+    def _agreed(
+        self, graph: StepGraph, describe: Callable[[tuple[Transfer, ...], int | None], Problem]
+    ) -> Choice:
+        """Choose, or take what the first rank chose."""
+        candidates = keepable(graph)
+        choice = choose(describe, candidates, self.budget_bytes)
+        asked = question(graph, describe((), None).graph)
+        answer = [len(choice.kept), list(choice.found.order)]
+        agreed = agree(graph.identity, asked, answer)
+        if agreed == answer:
+            return choice
+        count, order = agreed
+        kept = tuple(candidates[:count])
+        problem = describe(kept, choice.problem.graph.budget_bytes)
+        return Choice(kept, problem, Found(tuple(order), replay(problem.graph, order), "agreed"))
 
     def _warn_of_unused(self, ctx: Context) -> None:
         if self.budget_bytes is not None:

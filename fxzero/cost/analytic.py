@@ -1,12 +1,12 @@
 """Costs from figures of a machine: a roofline for compute, α–β for collectives.
 
-    compute     max(FLOPs / (peak · efficiency(FLOPs)), bytes / bandwidth) for each operator that
-                no other can be fused into, and the bytes that enter and leave each fused chain
-                (Williams et al. 2009, "Roofline")
-    gather      (g−1)·α + (g−1)/g · S/B inside a node of g ranks, then (n−1)·α' + (n−1)/n · S/B'
-                between n nodes, S the full bytes: the ring of Thakur et al. 2005, section 4.1,
-                once in each level
-    all-reduce  a reduce-scatter and a gather: twice that
+compute     max(FLOPs / (peak · efficiency(FLOPs)), bytes / bandwidth) for each operator that
+            no other can be fused into, and the bytes that enter and leave each fused chain
+            (Williams et al. 2009, "Roofline")
+gather      (g−1)·α + (g−1)/g · S/B inside a node of g ranks, then (n−1)·α' + (n−1)/n · S/B'
+            between n nodes, S the full bytes: the ring of Thakur et al. 2005, section 4.1,
+            once in each level
+all-reduce  a reduce-scatter and a gather: twice that
 """
 
 from __future__ import annotations

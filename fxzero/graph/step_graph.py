@@ -122,6 +122,12 @@ class StepGraph:
         return {group.name: group.size for group in groups}
 
     @property
+    def identity(self) -> str:
+        """What ranks call the model that it belongs to: models are sharded in one order."""
+        numbers = sorted({spec.state.number for spec in self.specs.values()})
+        return "-".join(str(number) for number in numbers)
+
+    @property
     def mutated(self) -> frozenset[fx.Node]:
         """Placeholders whose tensors the forward changes."""
         return frozenset(self.changed.values())

@@ -82,9 +82,10 @@ class Region:
 
     __module__ = "fxzero.runtime.regions"
 
-    def __init__(self, name: str, structure: Structure) -> None:
+    def __init__(self, name: str, structure: Structure, key: StructureKey) -> None:
         self.__name__ = self.__qualname__ = name
         self.structure = structure
+        self.key = key
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         return self.structure(list(inputs))

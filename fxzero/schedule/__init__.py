@@ -7,7 +7,6 @@ __all__ = [
     "Found",
     "Hold",
     "Replay",
-
     "Task",
     "TaskGraph",
     "best_order",

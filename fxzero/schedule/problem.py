@@ -1,12 +1,12 @@
 """From a step graph to tasks, and from an order of tasks back to nodes.
 
-    unit      a run of compute of one layer, which will be one region; a layer whose parameters
-              come in several buckets is split where it first reads a later one
-    gather    launched on its own, joined before the first unit that reads it, held until the
-              last one has
-    reduce    launched after the unit that makes its gradient, which is held until its join
-    join      the wait of a reduce, and the updates that wait for nothing else
-    tail      what waits for several reduces: the gradients' norm, clipping, and so on
+unit      a run of compute of one layer, which will be one region; a layer whose parameters
+          come in several buckets is split where it first reads a later one
+gather    launched on its own, joined before the first unit that reads it, held until the
+          last one has
+reduce    launched after the unit that makes its gradient, which is held until its join
+join      the wait of a reduce, and the updates that wait for nothing else
+tail      what waits for several reduces: the gradients' norm, clipping, and so on
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Problem:
     """By compute task: what it is the last to read."""
     followers: tuple[fx.Node, ...]
     """What runs as soon as it can, between two units."""
+    gathers: dict[int, Transfer]
+    """By gather task."""
 
     def node_order(self, order: Sequence[int], first: Collection[str] = ()) -> list[fx.Node]:
         """All call nodes in the order that an order of tasks means.
@@ -53,11 +55,11 @@ class Problem:
         for index in order:
             joins = [n for n in self.joins.get(index, ()) if n not in joined]
             joined.update(joins)
-            nodes = self.nodes[index]
+            nodes = [n for n in self.nodes[index] if not n._erased]
             boundaries.update(joins, nodes[:1])
             if self.graph.tasks[index].is_transfer:
                 boundaries.update(nodes)
-            releases = self.releases.get(index, ())
+            releases = [n for n in self.releases.get(index, ()) if not n._erased]
             boundaries.update(releases)
             out += [*joins, *nodes, *releases]
         return with_followers(out, self.followers, boundaries, first)
@@ -73,13 +75,18 @@ class _Unit:
 
 
 class _Builder:
-    def __init__(self, graph: StepGraph, costs: CostModel, *, cut: bool) -> None:
+    def __init__(
+        self, graph: StepGraph, costs: CostModel, *, cut: bool, kept: Collection[str]
+    ) -> None:
         self.step = graph
         self.costs = costs
         self.cut = cut
         """Whether forward and backward will be run apart."""
         transfers = [t for s in graph.segments() for t in graph.transfers(segment=s)]
-        self.gathers = [t for t in transfers if t.stamp.lane is Lane.GATHER]
+        gathers = [t for t in transfers if t.stamp.lane is Lane.GATHER]
+        self.gathers = [t for t in gathers if t.stamp.bucket not in kept]
+        self.kept = [t for t in gathers if t.stamp.bucket in kept]
+        """Gathers of backward that shall not happen: it reads what forward gathered."""
         self.reduces = [t for t in transfers if t.stamp.lane is Lane.REDUCE]
         self.moved = {node for t in transfers for node in nodes_of(t)}
         nodes = list(graph.nodes())
@@ -218,7 +225,7 @@ class _Builder:
         tail: list[fx.Node],
     ) -> Problem:
         index = {what: i for i, what in enumerate(plan)}
-        last_reader, ending = self._lifetimes()
+        lifetimes, ending = self._lifetimes()
         tasks: list[Task] = []
         nodes: list[tuple[fx.Node, ...]] = []
         joins: dict[int, tuple[fx.Node, ...]] = {}
@@ -246,7 +253,7 @@ class _Builder:
                 joins[me] = tuple(n for g in unit.needs for n in join_nodes(self.gathers[g]))
                 releases[me] = tuple(ending[i])
             elif kind == "gather":
-                tasks.append(self._gather(i, index, last_reader[i]))
+                tasks.append(self._gather(i, index, lifetimes[i]))
                 nodes.append(tuple(launch_nodes(self.gathers[i])))
                 if self.first_use[i] is None:
                     nodes[-1] += tuple(join_nodes(self.gathers[i]))
@@ -276,14 +283,15 @@ class _Builder:
             joins,
             releases,
             tuple(self.followers),
+            {index["gather", i]: transfer for i, transfer in enumerate(self.gathers)},
         )
 
-    def _gather(self, i: int, index: dict[tuple[str, int], int], last: int | None) -> Task:
+    def _gather(
+        self, i: int, index: dict[tuple[str, int], int], lifetimes: list[tuple[int, int]]
+    ) -> Task:
         transfer = self.gathers[i]
         cost = self.costs.transfer(message_of(self.step, transfer))
-        holds: tuple[Hold, ...] = ()
-        if last is not None:
-            holds = (Hold(sum(map(num_bytes, transfer.waits)), (index["unit", last],)),)
+        holds = tuple(Hold(amount, (index["unit", last],)) for amount, last in lifetimes)
         after: tuple[int, ...] = ()
         if self.cut and (previous := self._end_of_forward(transfer)) is not None:
             after = (index["unit", previous],)
@@ -295,26 +303,40 @@ class _Builder:
         if transfer.stamp.phase is not Phase.BACKWARD:
             return None
         forward = [
-            u
-            for u, unit in enumerate(self.units)
-            if stamp_of(unit.nodes[0]).phase is Phase.FORWARD
+            u for u, unit in enumerate(self.units) if stamp_of(unit.nodes[0]).phase is Phase.FORWARD
         ]
         return forward[-1] if forward else None
 
-    def _lifetimes(self) -> tuple[list[int | None], dict[int, list[fx.Node]]]:
-        """By gather, the last unit that reads it, if it is released; by unit, releases after it."""
-        owner = {n: i for i, t in enumerate(self.gathers) for n in (*t.waits, *t.finish)}
-        last_reader: list[int | None] = [None] * len(self.gathers)
+    def _lifetimes(self) -> tuple[list[list[tuple[int, int]]], dict[int, list[fx.Node]]]:
+        """By gather, bytes and the last unit that reads them; by unit, releases after it."""
         ending: dict[int, list[fx.Node]] = defaultdict(list)
         for release in self.releases:
-            found = [self.position[n] for n in readers_of(release) if n in self.position]
-            last = self.unit_of[max(found)] if found else len(self.units)
-            ending[last].append(release)
-            for source in release.all_input_nodes:
-                if source in owner and found:
-                    i = owner[source]
-                    last_reader[i] = max(last, last_reader[i] or 0)
-        return last_reader, ending
+            last = self._last_unit(_readers_of(release))
+            ending[len(self.units) if last is None else last].append(release)
+        read_again: dict[tuple[str, int], int | None] = {}
+        for transfer in self.kept:
+            for wait in transfer.waits:
+                stamp = stamp_of(wait)
+                read_again[stamp.params[0], stamp.micro_step] = self._last_unit(readers(wait))
+        lifetimes = []
+        for transfer in self.gathers:
+            found: dict[int, int] = defaultdict(int)
+            for wait in transfer.waits:
+                stamp = stamp_of(wait)
+                key = (stamp.params[0], stamp.micro_step)
+                if self.step.specs[key[0]].zero < 3:
+                    continue  # gathered once, for the whole step
+                last = self._last_unit(readers(wait))
+                if stamp.phase is Phase.FORWARD and key in read_again:
+                    last = read_again[key]
+                if last is not None:
+                    found[last] += num_bytes(wait)
+            lifetimes.append([(amount, last) for last, amount in found.items()])
+        return lifetimes, ending
+
+    def _last_unit(self, nodes: Iterable[fx.Node]) -> int | None:
+        positions = [self.position[node] for node in nodes if node in self.position]
+        return self.unit_of[max(positions)] if positions else None
 
     def _blocking_us(self) -> float:
         """Transfers of the optimizer phase: the norm's sum, which everything waits for."""
@@ -323,16 +345,22 @@ class _Builder:
 
 
 def problem_of(
-    graph: StepGraph, costs: CostModel, *, budget_bytes: int | None = None, cut: bool
+    graph: StepGraph,
+    costs: CostModel,
+    *,
+    budget_bytes: int | None = None,
+    cut: bool,
+    kept: Collection[str] = (),
 ) -> Problem:
     """Describe a step graph as tasks.
 
     Args:
+        kept: buckets of backward that shall not be gathered: it reads what forward gathered.
         budget_bytes: most bytes of gathered parameters and unreduced gradients at once.
         cut: whether forward and backward will be run apart, so that nothing of backward can
             be launched in forward.
     """
-    return _Builder(graph, costs, cut=cut).build(budget_bytes)
+    return _Builder(graph, costs, cut=cut, kept=kept).build(budget_bytes)
 
 
 def is_follower(node: fx.Node) -> bool:
@@ -376,7 +404,7 @@ def _through_followers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def readers_of(release: fx.Node) -> set[fx.Node]:
+def _readers_of(release: fx.Node) -> set[fx.Node]:
     """Everything that reads what a release ends, through views."""
     found: set[fx.Node] = set()
     queue = list(release.all_input_nodes)
@@ -408,9 +436,7 @@ def with_followers(
         for source in needed:
             waiting[source].append(node)
     chosen = set(first)
-    rank = {
-        node: (chosen.isdisjoint(stamp_of(node).params), i) for i, node in enumerate(followers)
-    }
+    rank = {node: (chosen.isdisjoint(stamp_of(node).params), i) for i, node in enumerate(followers)}
     ready = [rank[node] for node, needed in missing.items() if not needed]
     heapq.heapify(ready)
     out: list[fx.Node] = []
@@ -457,5 +483,3 @@ def readers(source: fx.Node) -> set[fx.Node]:
             if is_view(user) or stamp_of(user).role in (Role.PREPARE, Role.LAUNCH, Role.PART):
                 queue.append(user)
     return found
-
-

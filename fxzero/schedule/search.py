@@ -246,13 +246,12 @@ def best_order(graph: TaskGraph) -> Found | None:
         None if no order was found within the budget.
     """
     found: list[Found] = []
-    seen: set[tuple[int, ...]] = set()
 
     def consider(make: Callable[[], list[int] | None], by: str) -> Found | None:
         order = make()
-        if order is None or (key := tuple(order)) in seen:
+        if order is None:
             return None
-        seen.add(key)
+        key = tuple(order)
         result = Found(key, replay(graph, order), by)
         if graph.budget_bytes is not None and result.replay.peak_bytes > graph.budget_bytes:
             return None
@@ -260,18 +259,17 @@ def best_order(graph: TaskGraph) -> Found | None:
         return result
 
     if len(graph) <= EXACT_TASKS:
-        exact = consider(lambda: exact_order(graph), "exact")
-        return exact
-    fixed = consider(lambda: fixed_order(graph, 1, 1), "distance 1")
-    consider(lambda: fixed_order(graph, 0, 0), "distance 0")
+        return consider(lambda: exact_order(graph), "exact")
     largest = max((t.num_bytes for t in graph.tasks if t.lane is Lane.GATHER), default=0)
-    for factor in WINDOWS if largest else (0,):
-        for joins_first in (True, False):
+    for joins_first in (True, False):
+        for factor in WINDOWS if largest else (0,):
             window = factor * largest
             consider(
                 lambda: list_order(graph, window, joins_first=joins_first),  # noqa: B023
-                f"list, window {window}",
+                f"list, {factor} ahead",
             )
+    fixed = consider(lambda: fixed_order(graph, 1, 1), "distance 1")
+    consider(lambda: fixed_order(graph, 0, 0), "distance 0")
     if not found:
         return None
     best_us = min(f.replay.makespan_us for f in found)
@@ -279,4 +277,4 @@ def best_order(graph: TaskGraph) -> Found | None:
     if fixed is not None:
         limit_us = max(best_us, min(limit_us, fixed.replay.makespan_us))
     fast = [f for f in found if f.replay.makespan_us <= limit_us]
-    return min(fast, key=lambda f: (f.replay.peak_bytes, f.replay.makespan_us, f.order))
+    return min(fast, key=lambda f: f.replay.peak_bytes)

@@ -10,7 +10,7 @@ task that needs it. Transfers of all lanes share the link, as they share a proce
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 

@@ -207,6 +207,7 @@ def lower(
     compilation.specs = graph.specs
     if compilation.keep_graphs:
         compilation.joint = graph
+    compilation.choose_costs(graph)
     compilation.run(graph, passes)
     compilation.check_ranks(graph)
     side_passes = [p for p in config.side_passes() if p.name != "release_saved"]

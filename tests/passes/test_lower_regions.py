@@ -13,7 +13,8 @@ from fxzero.backend import Compilation
 from fxzero.graph import Role, StepGraph
 from fxzero.graph.stamps import stamp_of
 from fxzero.passes import Context, LowerRegions, ReleaseSaved
-from fxzero.passes.lower_regions import Cutout, RegionBackend, cut_out, runs, settle
+from fxzero.passes.lower_regions import RegionBackend
+from fxzero.runtime.cutout import Cutout, cut_out, runs, settle
 from fxzero.runtime.regions import RegionCache, Structure, structure_key
 from tests.tracing import observed, of, sides
 
@@ -44,7 +45,11 @@ _TOWERS = {
 def cutouts(graph: StepGraph) -> list[Cutout]:
     """The regions of a graph, not yet compiled."""
     settle(graph)
-    return [cut_out(graph, run, f"region_{i}") for i, run in enumerate(runs(graph))]
+    cuts = enumerate(runs(graph.graph.nodes))
+    return [cut_out(graph.fake_mode, run, f"region_{i}") for i, run in cuts]
+        cut_out(graph.fake_mode, run, f"region_{i}")
+        for i, run in enumerate(runs(graph.graph.nodes))
+    ]
 
 
 def keys(graph: StepGraph) -> list[object]:
@@ -129,7 +134,7 @@ def test_runs_end_at_transfers_and_layers() -> None:
     for side in ("forward", "backward"):
         graph = getattr(sides(tower(3), zero=3), side)
         settle(graph)
-        found = runs(graph)
+        found = runs(graph.graph.nodes)
         assert found
         for run in found:
             assert len({stamp_of(n).layer for n in run}) == 1
