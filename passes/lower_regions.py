@@ -22,6 +22,7 @@ from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.runtime.cutout import Cutout, cut_out, runs, settle
 from fxzero.runtime.regions import CACHE, Region, Structure
+from fxzero.schedule.memory import region_bytes
 
 
 class RegionBackend(StrEnum):
@@ -36,7 +37,7 @@ class RegionBackend(StrEnum):
 def lower(graph: StepGraph, cutout: Cutout, structure: Structure) -> None:
     """Replace a run by one call."""
     region = Region(cutout.name, structure, cutout.key)
-    work = work_of(cutout.run)
+    work, held_bytes = work_of(cutout.run), region_bytes(cutout.run)
     last = cutout.run[-1]
     stamp = replace(stamp_of(last), role=Role.REGION, lane=Lane.COMPUTE, made_by="lower_regions")
     with graph.graph.inserting_after(last):
@@ -45,6 +46,7 @@ def lower(graph: StepGraph, cutout: Cutout, structure: Structure) -> None:
         )
     call.meta["val"] = tuple(n.meta["val"] for n in cutout.outputs)
     call.meta["fxzero_work"] = work
+    call.meta["fxzero_region_bytes"] = held_bytes
     set_stamp(call, stamp)
     after = call
     for i, node in enumerate(cutout.outputs):

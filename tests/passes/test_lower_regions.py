@@ -47,9 +47,6 @@ def cutouts(graph: StepGraph) -> list[Cutout]:
     settle(graph)
     cuts = enumerate(runs(graph.graph.nodes))
     return [cut_out(graph.fake_mode, run, f"region_{i}") for i, run in cuts]
-        cut_out(graph.fake_mode, run, f"region_{i}")
-        for i, run in enumerate(runs(graph.graph.nodes))
-    ]
 
 
 def keys(graph: StepGraph) -> list[object]:
