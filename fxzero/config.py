@@ -10,7 +10,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeVar, Union
 
@@ -20,6 +20,7 @@ from fxzero.passes import (
     Bucket,
     ClipGrads,
     DrawMasks,
+    GatherAhead,
     LowerRegions,
     LowerTransfers,
     Pass,
@@ -55,6 +56,7 @@ class Config:
     recompute: Recompute = field(default_factory=Recompute)
     bucket: Bucket = field(default_factory=Bucket)
     prefetch: Prefetch = field(default_factory=Prefetch)
+    gather_ahead: GatherAhead = field(default_factory=GatherAhead)
     lower_regions: LowerRegions = field(default_factory=LowerRegions)
 
     @staticmethod
@@ -104,6 +106,13 @@ class Config:
         fuses = self.lower_regions.backend is RegionBackend.INDUCTOR
         masks = [DrawMasks()] if fuses else []
         return [LowerTransfers(), ReleaseSaved(), *masks, self.lower_regions]
+
+    def lowering_passes(self) -> list[Pass]:
+        """The passes that make a scheduled whole step callable, in order."""
+        # A CUDA graph replays the same memory: nothing can be in flight between two steps.
+        ahead = replace(self.gather_ahead, enabled=False) if self.cuda_graph else self.gather_ahead
+        first, *others = (p for p in self.side_passes() if not isinstance(p, ReleaseSaved))
+        return [first, ahead, *others]
 
 
 def build(kind: type[T], values: Mapping[str, Any], where: str) -> T:

@@ -1,7 +1,8 @@
 """The passes: each file decides one thing about a step graph.
 
-`JOINT` runs on the whole step graph; `SIDES` on its forward and its backward after
-the cut. The order is the one that the contracts ask for, and it is checked.
+`JOINT` runs on the joint graph of the ordinary loop, `SIDES` on its forward and its backward
+after the cut; `STEP` and `LOWERING` on a whole step. The order is the one that the contracts ask
+for, and it is checked.
 """
 
 from fxzero.passes.accumulate import Accumulate
@@ -9,6 +10,7 @@ from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.passes.bucket import Bucket
 from fxzero.passes.clip_grads import ClipGrads
 from fxzero.passes.draw_masks import DrawMasks
+from fxzero.passes.gather_ahead import GatherAhead
 from fxzero.passes.lower_regions import LowerRegions
 from fxzero.passes.lower_transfers import LowerTransfers
 from fxzero.passes.prefetch import Prefetch
@@ -39,9 +41,11 @@ STEP: tuple[type[Pass], ...] = (
     Prefetch,
 )
 SIDES: tuple[type[Pass], ...] = (LowerTransfers, ReleaseSaved, DrawMasks, LowerRegions)
+LOWERING: tuple[type[Pass], ...] = (LowerTransfers, GatherAhead, DrawMasks, LowerRegions)
 
 __all__ = [
     "JOINT",
+    "LOWERING",
     "SIDES",
     "STEP",
     "Accumulate",
@@ -50,6 +54,7 @@ __all__ = [
     "Context",
     "DrawMasks",
     "Fact",
+    "GatherAhead",
     "LowerRegions",
     "LowerTransfers",
     "Notes",

@@ -26,11 +26,13 @@ from fxzero.runtime.cutout import settle
 from fxzero.schedule.agreement import agree
 from fxzero.schedule.keep import keep, keepable
 from fxzero.schedule.problem import Problem, problem_of
-from fxzero.schedule.search import SLACK, Found, best_order, fixed_order
+from fxzero.schedule.search import Found, best_order, fixed_order
 from fxzero.schedule.tasks import TaskGraph, replay
 
 KEEPS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
 """How many buckets to try to keep from forward to backward."""
+KEEP_SLACK = 0.03
+"""How much slower than the best an order may be if it keeps less."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class Choice:
 
 
 def default_budget(graph: TaskGraph) -> int:
-    """What gathers one bucket ahead of their use, and one reduce in flight, would hold."""
-    return replay(graph, fixed_order(graph, 1, 1)).peak_bytes
+    """What gathers two buckets ahead of their use, and two reduces in flight, would hold."""
+    return replay(graph, fixed_order(graph, 2, 2)).peak_bytes
 
 
 def choose(
@@ -64,19 +66,15 @@ def choose(
     """
     if budget_bytes is None:
         budget_bytes = default_budget(describe((), None).graph)
-    best: Choice | None = None
+    choices: list[Choice] = []
     for count in (n for n in KEEPS if n <= len(candidates)):
         kept = tuple(candidates[:count])
         problem = describe(kept, budget_bytes)
         found = best_order(problem.graph)
         if found is None:
             break  # what is kept leaves too little
-        faster = best is None or (
-            found.replay.makespan_us < best.found.replay.makespan_us * (1 - SLACK)
-        )
-        if faster:
-            best = Choice(kept, problem, found)
-    if best is None:
+        choices.append(Choice(kept, problem, found))
+    if not choices:
         graph = describe((), budget_bytes).graph
         least = replay(graph, fixed_order(graph, 0, 0)).peak_bytes
         raise PassError(
@@ -84,7 +82,8 @@ def choose(
             f"bucket right before its use and reducing each at once holds {least} bytes. Raise "
             "the budget, or make buckets smaller: bucket.cap_bytes."
         )
-    return best
+    limit_us = (1 + KEEP_SLACK) * min(choice.found.replay.makespan_us for choice in choices)
+    return next(c for c in choices if c.found.replay.makespan_us <= limit_us)
 
 
 def first_gathers(problem: Problem, order: Sequence[int]) -> set[str]:

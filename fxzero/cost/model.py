@@ -69,9 +69,17 @@ def message_of(graph: StepGraph, transfer: Transfer) -> Message:
         kind = Collective.REDUCE_SCATTER
     else:
         kind = Collective.ALL_REDUCE
-    group = next((a for a in reversed(transfer.launch.args) if isinstance(a, str)), "")
+    group = group_of(transfer.launch)
     size = graph.group_sizes.get(group, 1)
     return Message(kind, sum(num_bytes(n) for n in full), size, max(len(transfer.waits), 1))
+
+
+def group_of(launch: fx.Node) -> str:
+    """The name of the process group that a launch runs in."""
+    ahead = getattr(launch.target, "ahead", None)
+    if ahead is not None:
+        return str(ahead.group)
+    return next((a for a in reversed(launch.args) if isinstance(a, str)), "")
 
 
 def _scatters(transfer: Transfer) -> bool:

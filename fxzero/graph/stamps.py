@@ -55,6 +55,8 @@ class Role(StrEnum):
     """Joins the collective: its tensor may be read from here on."""
     FINISH = "finish"
     """Runs after a wait, on its result: unpadding, a cast."""
+    AHEAD = "ahead"
+    """Starts a collective that the next step joins."""
     RELEASE = "release"
     """Ends the life of a full parameter, or of a saved activation."""
     KEEP = "keep"

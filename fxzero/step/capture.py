@@ -210,8 +210,7 @@ def lower(
     compilation.choose_costs(graph)
     compilation.run(graph, passes)
     compilation.check_ranks(graph)
-    side_passes = [p for p in config.side_passes() if p.name != "release_saved"]
     given = {Fact.STAMPED, Fact.GATHERED, Fact.CUT, Fact.RELEASED}
-    compilation.run(graph, side_passes, given)
+    compilation.run(graph, config.lowering_passes(), given)
     states = {id(spec.state): spec.state for spec in graph.specs.values()}
     return executable(graph, list(states.values()))
