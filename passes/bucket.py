@@ -2,8 +2,9 @@
 
     gather([a]); gather([b]); gather([c])   →   gather([a, b]); gather([c])
 
-Transfers of one lane, phase, layer, group and dtype join until a byte cap. Coalesced
-collectives take lists, so nothing is copied into or out of a flat buffer.
+Transfers of one lane, phase, layer, group and dtype join until a byte cap. Buckets whose time
+would be mostly latency join a neighbour. Coalesced collectives take lists, so nothing is copied
+into or out of a flat buffer.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from fxzero.cost.model import Collective, CostModel, Message, message_of
 from fxzero.errors import ConfigError
 from fxzero.graph import Lane, Segment, StepGraph
 from fxzero.graph.operators import num_bytes
@@ -24,9 +26,7 @@ from fxzero.passes.base import Context, Fact, Notes, Pass
 
 def _kind(transfer: Transfer) -> tuple[object, ...]:
     """What must be equal for two transfers to share a collective."""
-    dtype = transfer.tensors[0].meta["val"].dtype
-    stamp = transfer.stamp
-    return (stamp.layer, transfer.launch.target, transfer.launch.args[1:], dtype)
+    return (transfer.launch.target, transfer.launch.args[1:], transfer.tensors[0].meta["val"].dtype)
 
 
 def wire_bytes(transfer: Transfer) -> int:
@@ -35,22 +35,63 @@ def wire_bytes(transfer: Transfer) -> int:
     return sum(num_bytes(node) for node in full)
 
 
-def group(transfers: list[Transfer], cap_bytes: int) -> list[list[Transfer]]:
-    """Split transfers, in order of need, into buckets."""
+def group(transfers: list[Transfer], cap_bytes: int, min_bytes: int = 0) -> list[list[Transfer]]:
+    """Split transfers, in order of need, into buckets: a layer's, then small ones with a
+    neighbour."""
+    return join_small(by_layer(transfers, cap_bytes), cap_bytes, min_bytes)
+
+
+def by_layer(transfers: list[Transfer], cap_bytes: int) -> list[list[Transfer]]:
+    """Buckets of one layer each, a layer above the cap in several."""
     open_buckets: dict[tuple[object, ...], list[Transfer]] = {}
     sizes: dict[tuple[object, ...], int] = {}
     buckets: list[list[Transfer]] = []
     for transfer in transfers:
-        kind = _kind(transfer)
+        key = (transfer.stamp.layer, *_kind(transfer))
         size = wire_bytes(transfer)
-        if kind in open_buckets and sizes[kind] + size <= cap_bytes:
-            open_buckets[kind].append(transfer)
-            sizes[kind] += size
+        if key in open_buckets and sizes[key] + size <= cap_bytes:
+            open_buckets[key].append(transfer)
+            sizes[key] += size
         else:
-            open_buckets[kind] = [transfer]
-            sizes[kind] = size
-            buckets.append(open_buckets[kind])
+            open_buckets[key] = [transfer]
+            sizes[key] = size
+            buckets.append(open_buckets[key])
     return buckets
+
+
+def join_small(
+    buckets: list[list[Transfer]], cap_bytes: int, min_bytes: int
+) -> list[list[Transfer]]:
+    """Let a bucket below the minimum travel with the next one, and the last with the one before.
+
+    Joined buckets stay below the cap.
+    """
+    joined: list[list[Transfer]] = []
+    sizes: list[int] = []
+    for i, bucket in enumerate(buckets):
+        size = sum(map(wire_bytes, bucket))
+        last = i == len(buckets) - 1
+        small = joined and (sizes[-1] < min_bytes or (last and size < min_bytes))
+        if small and _kind(joined[-1][0]) == _kind(bucket[0]) and sizes[-1] + size <= cap_bytes:
+            joined[-1] = joined[-1] + bucket
+            sizes[-1] += size
+        else:
+            joined.append(bucket)
+            sizes.append(size)
+    return joined
+
+
+LATENCY_SHARE = 0.1
+"""How much of a bucket's time may be latency."""
+
+
+def least_bytes(costs: CostModel, kind: Collective, size: int) -> int:
+    """The bytes from which on a collective's latency is a small part of its time."""
+    small, large = (costs.transfer(Message(kind, amount, size)).wire_us for amount in (0, 1 << 20))
+    us_per_byte = (large - small) / (1 << 20)
+    if us_per_byte <= 0:
+        return 0
+    return int(small * (1 - LATENCY_SHARE) / LATENCY_SHARE / us_per_byte)
 
 
 def default_cap(transfers: list[Transfer]) -> int:
@@ -147,7 +188,7 @@ def join_releases(graph: StepGraph) -> int:
 
 @dataclass(frozen=True)
 class Bucket(Pass):
-    """Join the transfers of a layer."""
+    """Join the transfers of a layer, and small ones with a neighbour."""
 
     name: ClassVar[str] = "bucket"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GATHERED, Fact.REDUCED})
@@ -157,9 +198,21 @@ class Bucket(Pass):
     """Most bytes of full tensors in one bucket. A larger parameter has its own. The default is
     256 MiB, and 8 MiB on CPU: gloo loses nothing by small messages, and less is in flight."""
 
+    min_bytes: int | None = None
+    """A bucket below this travels with a neighbour. The default is where latency is a tenth of a
+    transfer's time, by the cost model, and a quarter of the cap at most."""
+
     def __post_init__(self) -> None:
         if self.cap_bytes is not None and self.cap_bytes <= 0:
             raise ConfigError(f"bucket.cap_bytes={self.cap_bytes} must be positive")
+        if self.min_bytes is not None and self.min_bytes < 0:
+            raise ConfigError(f"bucket.min_bytes={self.min_bytes} must be 0 or more")
+
+    def _least(self, graph: StepGraph, ctx: Context, chosen: list[Transfer], cap: int) -> int:
+        if self.min_bytes is not None:
+            return self.min_bytes
+        message = message_of(graph, chosen[0])
+        return min(least_bytes(ctx.costs, message.kind, message.size), cap // 4)
 
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
@@ -178,7 +231,9 @@ class Bucket(Pass):
                         for t in graph.transfers(segment=segment, name=lane.value)
                         if (t.launch.target, t.launch.args[1:]) == target
                     ]
-                    for members in group(chosen, self.cap_bytes or default_cap(chosen)):
+                    cap = self.cap_bytes or default_cap(chosen)
+                    least = self._least(graph, ctx, chosen, cap)
+                    for members in group(chosen, cap, least):
                         name = f"{lane.value}.{segment.phase.value}.{made}"
                         merge(graph, members, name)
                         made += 1

@@ -120,6 +120,10 @@ class Prefetch(Pass):
     """Most bytes of gathered parameters and unreduced gradients at once. The default is what
     gathers one bucket ahead of their use would hold."""
 
+    keep: bool = True
+    """Let backward read what forward gathered where that fits the budget and is faster: between
+    stages 2 and 3, in memory and in traffic. False is stage 3 to the letter."""
+
     def __post_init__(self) -> None:
         for field in ("distance", "reduce_distance"):
             value = getattr(self, field)
@@ -165,7 +169,7 @@ class Prefetch(Pass):
         self, graph: StepGraph, describe: Callable[[tuple[Transfer, ...], int | None], Problem]
     ) -> Choice:
         """Choose, or take what the first rank chose."""
-        candidates = keepable(graph)
+        candidates = keepable(graph) if self.keep else []
         choice = choose(describe, candidates, self.budget_bytes)
         asked = question(graph, describe((), None).graph)
         answer = [len(choice.kept), list(choice.found.order)]

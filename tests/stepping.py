@@ -15,7 +15,10 @@ from fxzero.backend import Compilation
 from fxzero.graph import StepGraph
 from fxzero.inspect.capture import fake_ranks
 
-EAGER: dict[str, Any] = {"lower_regions": {"backend": "eager"}}
+EAGER: dict[str, Any] = {
+    "lower_regions": {"backend": "eager"},
+    "bucket": {"min_bytes": 0},  # tiny layers would all travel together
+}
 
 
 def compiled_step(

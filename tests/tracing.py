@@ -154,7 +154,7 @@ JOINT: tuple[Pass, ...] = (
     Recompute(),
     ShardParams(),
     ShardGrads(),
-    Bucket(),
+    Bucket(min_bytes=0),
     Prefetch(),
 )
 """The passes of the joint graph with their defaults, in order."""

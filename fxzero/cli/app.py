@@ -19,6 +19,7 @@ from rich.markup import escape
 from fxzero.cli import tables
 from fxzero.errors import ConfigError, FxZeroError, nearest
 from fxzero.inspect import Plan, capture
+from fxzero.inspect.trace import write_trace
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -50,6 +51,12 @@ def inspect(
     ] = False,
     micro_batches: Annotated[int, typer.Option(min=1, help="Of a whole step.")] = 1,
     inference: Annotated[bool, typer.Option(help="Compile a forward alone.")] = False,
+    cluster: Annotated[
+        str, typer.Option(help="Machine to decide for: a name in conf/cluster, or a YAML file.")
+    ] = "",
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the simulated step here, for ui.perfetto.dev.")
+    ] = None,
     options: Annotated[
         str, typer.Option(help="""Backend options as JSON: '{"prefetch": {"distance": 2}}'.""")
     ] = "{}",
@@ -73,6 +80,9 @@ def inspect(
         if step and inference:
             raise ConfigError("--inference compiles a forward alone, --step everything: take one")
         build = load(target)
+        settings = _mapping(options)
+        if cluster:
+            settings["cost"] = {**settings.get("cost", {}), "cluster": cluster}
         captured = capture(
             build,
             zero=zero,
@@ -84,8 +94,10 @@ def inspect(
             training=not inference,
             step=step,
             micro_batches=micro_batches,
-            options={**_mapping(options), "keep_text": bool(diff)},
+            options={**settings, "keep_text": bool(diff)},
         )
+        if trace is not None:
+            write_trace(trace, captured)
         plan = Plan.of(captured)
         if as_json:
             data = plan.to_json()

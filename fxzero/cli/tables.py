@@ -8,7 +8,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from fxzero.errors import ConfigError, nearest
-from fxzero.inspect import Capture, Plan
+from fxzero.inspect import Capture, Plan, ScheduleRow
 
 
 def size(num_bytes: float) -> str:
@@ -36,6 +36,21 @@ def print_plan(console: Console, plan: Plan) -> None:
         f"per step and rank: {size(gathered)} gathered, {size(reduced)} reduced, "
         f"{plan.wire_elements():,} elements on the wire = {ratio:.3f} P"
     )
+    for row in plan.schedules:
+        print_schedule(console, row)
+
+
+def print_schedule(console: Console, row: ScheduleRow) -> None:
+    """What a graph takes and holds, by simulation."""
+    busy = ", ".join(f"{lane} {us / 1e3:,.2f} ms" for lane, us in row.busy_us.items())
+    kinds = sorted(row.bytes_by_kind.items(), key=lambda item: -item[1])
+    held = ", ".join(f"{kind} {size(amount)}" for kind, amount in kinds if amount)
+    console.print(
+        f"graph {row.graph}, simulated ({row.costs}): {row.makespan_us / 1e3:,.2f} ms, of which "
+        f"{row.exposed_us / 1e3:,.2f} waiting for transfers; busy: {busy or 'nothing'}\n"
+        f"  peak {size(row.peak_bytes)} at {row.peak_node}: {held}",
+        highlight=False,
+    )
 
 
 def passes_table(plan: Plan) -> Table:
@@ -62,10 +77,9 @@ def transfers_table(plan: Plan) -> Table:
     for column in (3, 4, 5):
         table.columns[column].justify = "right"
     for row in plan.transfers:
-        name = row.operator.removesuffix("_coalesced").removesuffix("_into_tensor")
         table.add_row(
             row.bucket,
-            name.removesuffix("_tensor"),
+            row.operator,
             row.layer or "(root)",
             str(len(row.params)),
             f"{row.num_elements:,}",

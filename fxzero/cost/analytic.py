@@ -97,9 +97,7 @@ def work_of(nodes: Sequence[fx.Node]) -> Work:
         written = value_bytes(node)
         if flops:
             read = sum(num_bytes(n) for n in node.all_input_nodes)
-            value = node.meta["val"]
-            first = value[0] if isinstance(value, (list, tuple)) else value
-            products.append((flops, read + written, _NAMES.get(first.dtype, "fp32")))
+            products.append((flops, read + written, _dtype_of(node)))
             chain_of[node] = False
             continue
         if stamp_of(node).role is Role.UPDATE:
@@ -122,6 +120,14 @@ def work_of(nodes: Sequence[fx.Node]) -> Work:
     return Work(tuple(products), streamed, kernels + len(products))
 
 
+def _dtype_of(node: fx.Node) -> str:
+    """The name of the dtype that an operator returns."""
+    value = node.meta["val"]
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    found = (_NAMES.get(v.dtype) for v in values if isinstance(v, torch.Tensor))
+    return next((name for name in found if name), "fp32")
+
+
 def _streams(node: fx.Node, inside: set[fx.Node]) -> bool:
     """Whether a later node will be fused with the ones that it reads."""
     if node not in inside:
@@ -142,7 +148,11 @@ class AnalyticCosts:
     """A roofline on a device, α–β on its links."""
 
     cluster: ClusterSpec
-    name: str = "analytic"
+
+    @property
+    def name(self) -> str:
+        """See `CostModel`."""
+        return f"analytic, {self.cluster.name}"
 
     def compute_us(self, nodes: Sequence[fx.Node]) -> float:
         """See `CostModel`."""

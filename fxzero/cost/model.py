@@ -48,7 +48,10 @@ class TransferCost:
 class CostModel(Protocol):
     """How long things take. Equal on all ranks: decisions are made by it."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Where the figures come from."""
+        ...
 
     def compute_us(self, nodes: Sequence[fx.Node]) -> float:
         """Microseconds of nodes that run one after the other, as one region where they can."""

@@ -1,6 +1,6 @@
 """What the compiler decided, without the machines it was decided for."""
 
 from fxzero.inspect.capture import Capture, capture
-from fxzero.inspect.plan import PassRow, Plan, TransferRow
+from fxzero.inspect.plan import PassRow, Plan, ScheduleRow, TransferRow
 
-__all__ = ["Capture", "PassRow", "Plan", "TransferRow", "capture"]
+__all__ = ["Capture", "PassRow", "Plan", "ScheduleRow", "TransferRow", "capture"]

@@ -6,11 +6,16 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fxzero.backend import Compilation
+from fxzero.cost.model import message_of
 from fxzero.graph import Lane, Phase, StepGraph
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.step_graph import Transfer
 from fxzero.inspect.capture import Capture
+from fxzero.passes.lower_regions import RegionBackend
 from fxzero.passes.pipeline import PassRecord
+from fxzero.schedule.memory import simulate_memory
+from fxzero.schedule.simulate import simulate
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,47 @@ class TransferRow:
 
 
 @dataclass(frozen=True)
+class ScheduleRow:
+    """What one scheduled graph takes, by the cost model that it was scheduled with."""
+
+    graph: int
+    costs: str
+    makespan_us: float
+    exposed_us: float
+    """How long compute stands still for transfers."""
+    busy_us: dict[str, float]
+    """By lane."""
+    peak_bytes: int
+    resident_bytes: int
+    """Of the peak: parameters, optimizer state, the batch."""
+    bytes_by_kind: dict[str, int]
+    """What the peak is made of."""
+    peak_node: str
+
+    @staticmethod
+    def of(number: int, compilation: Compilation) -> ScheduleRow | None:
+        """Simulate a compilation's graph; None if it was not kept."""
+        graph = compilation.joint
+        if graph is None:
+            return None
+        fuses = compilation.config.lower_regions.backend is RegionBackend.INDUCTOR
+        costs = compilation.context.costs
+        simulation = simulate(graph, costs, fuses=fuses)
+        memory = simulate_memory(graph, fuses=fuses)
+        return ScheduleRow(
+            graph=number,
+            costs=costs.name,
+            makespan_us=simulation.makespan_us,
+            exposed_us=simulation.exposed_us,
+            busy_us=simulation.busy_us,
+            peak_bytes=memory.peak_bytes,
+            resident_bytes=memory.resident_bytes,
+            bytes_by_kind=memory.by_kind(),
+            peak_node=memory.peak_node,
+        )
+
+
+@dataclass(frozen=True)
 class Plan:
     """A compilation, ready to be shown."""
 
@@ -51,11 +97,13 @@ class Plan:
     num_parameters: int
     passes: tuple[PassRow, ...]
     transfers: tuple[TransferRow, ...]
+    schedules: tuple[ScheduleRow, ...] = ()
 
     @staticmethod
     def of(capture: Capture) -> Plan:
         """Read a capture."""
         passes, transfers = [], []
+        rows = [ScheduleRow.of(i, c) for i, c in enumerate(capture.compilations)]
         for number, compilation in enumerate(capture.compilations):
             passes += [_pass_row(number, record) for record in compilation.records]
             if compilation.joint is not None:
@@ -66,6 +114,7 @@ class Plan:
             num_parameters=capture.num_parameters,
             passes=tuple(passes),
             transfers=tuple(transfers),
+            schedules=tuple(row for row in rows if row is not None),
         )
 
     def elements(self, lane: str) -> int:
@@ -123,7 +172,7 @@ def _transfer_row(number: int, graph: StepGraph, transfer: Transfer) -> Transfer
         bucket=stamp.bucket,
         phase=stamp.phase.value,
         lane=stamp.lane.value,
-        operator=str(transfer.launch.target).split(".")[1],
+        operator=message_of(graph, transfer).kind.value,
         layer=stamp.layer,
         params=tuple(graph.specs[key].name for key in stamp.params),
         num_elements=sum(math.prod(node.meta["val"].shape) for node in full),

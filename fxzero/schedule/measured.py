@@ -5,8 +5,9 @@ figures, which travel through the process group's store. Figures stay on disk, b
 machine: ``FXZERO_CACHE_DIR``, or ``~/.cache/fxzero``.
 
     region       median of a few runs on random inputs, compiled as it will be
-    collective   α and β by least squares over sizes of 64 KiB to 16 MiB; the host's share is what
-                 a loop of matrix products loses while transfers are in flight
+    collective   α from one of 4 KiB, β from several of 8 MiB in flight together: a burst that
+                 buffers swallow says nothing of the link. The host's share is what a loop of
+                 matrix products loses to those
     the rest     the analytic model
 """
 
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from fxzero._compat import default_store, real_tensors
+from fxzero._compat import default_store, real_tensors, return_free_memory
 from fxzero.cost.analytic import AnalyticCosts, work_of
 from fxzero.cost.model import Collective, Message, TransferCost
 from fxzero.errors import FxZeroError
@@ -37,11 +38,11 @@ from fxzero.runtime import collectives
 from fxzero.runtime.cutout import Cutout, cut_out, is_lowerable, runs
 from fxzero.runtime.regions import CACHE, Region, StructureKey
 
-SIZES = tuple(1 << n for n in (16, 18, 20, 22, 23, 24))
-"""Bytes of the full tensors in a collective's benchmark."""
+LEAST_BYTES, MOST_BYTES = 1 << 12, 8 << 20
+"""Full bytes of the collectives that show latency, and bandwidth."""
 RUNS = 5
 IN_FLIGHT = 4
-"""Collectives at a time while their cost to compute is measured."""
+"""Large collectives at a time."""
 REGION_LIMIT_S = 0.5
 MEETING_LIMIT_S = 600.0
 
@@ -142,10 +143,13 @@ class MeasuredCosts:
             run = lambda inputs: module(*inputs)  # noqa: E731
         values = [node.meta["val"] for node in cutout.inputs]
         with real_tensors(), torch.no_grad():
-            inputs = [_random_like(value) for value in values]
-            return self._median_us(lambda: run(list(inputs)))
+            # Each run has inputs of its own: in a step nothing is left in the caches either.
+            sets = [[_random_like(value) for value in values] for _ in range(RUNS + 1)]
+            made: list[Any] = []  # nor is the memory of the last run's results at hand
+            return self._median_us(lambda: made.append(run(sets.pop())))
 
     def _median_us(self, call: Callable[[], Any]) -> float:
+        """The median time of a few calls, after a first one."""
         call()
         times: list[float] = []
         begin = time.perf_counter()
@@ -180,33 +184,39 @@ class MeasuredCosts:
     def _time_collective(self, kind: Collective) -> list[float]:
         """α and β in microseconds, and the same of what the host loses."""
         with real_tensors(), torch.no_grad():
-            walls, launches = [], []
-            for size in SIZES:
-                start, finish = collective(kind, size, self.device_type)
-                wall, launch = [], []
-                for _ in range(RUNS + 1):
-                    dist.barrier()
-                    begin = time.perf_counter()
-                    flight = start()
-                    launch.append(time.perf_counter() - begin)
-                    finish(flight)
-                    self._synchronize()
-                    wall.append(time.perf_counter() - begin)
-                walls.append(median(wall[1:]) * 1e6)
-                launches.append(median(launch[1:]) * 1e6)
-            latency, per_byte = fit(SIZES, walls)
-            lost = self._lost_us(kind, walls[-1]) / SIZES[-1]
-        return [latency, per_byte, min(launches), lost]
+            latency_us, launch_us = self._stream_us(kind, LEAST_BYTES, 1)
+            stream_us, _ = self._stream_us(kind, MOST_BYTES, IN_FLIGHT)
+            lost_us = self._lost_us(kind, stream_us)
+        per_byte = max(stream_us - latency_us, 0.0) / (IN_FLIGHT * MOST_BYTES)
+        return [latency_us, per_byte, launch_us, lost_us / (IN_FLIGHT * MOST_BYTES)]
 
-    def _lost_us(self, kind: Collective, wire_us: float) -> float:
-        """What compute loses to one collective of the largest size, of several in flight."""
-        start, finish = collective(kind, SIZES[-1], self.device_type)
+    def _stream_us(self, kind: Collective, num_bytes: int, count: int) -> tuple[float, float]:
+        """The time of some collectives in flight together, and of launching one."""
+        start, finish = collective(kind, num_bytes, self.device_type)
+        walls, launches = [], []
+        for _ in range(1 + (RUNS if count > 1 else 10 * RUNS)):
+            dist.barrier()
+            self._synchronize()
+            begin = time.perf_counter()
+            flights = [start() for _ in range(count)]
+            launches.append((time.perf_counter() - begin) / count)
+            for flight in flights:
+                finish(flight)
+            self._synchronize()
+            walls.append(time.perf_counter() - begin)
+        return median(walls[1:]) * 1e6, median(launches[1:]) * 1e6
+
+    def _lost_us(self, kind: Collective, stream_us: float) -> float:
+        """What compute loses while a stream of collectives is in flight."""
+        start, finish = collective(kind, MOST_BYTES, self.device_type)
         matrix = torch.randn(256, 256, device=self.device_type)
         one_us = self._median_us(lambda: matrix @ matrix)
-        count = max(int(1.5 * IN_FLIGHT * wire_us / one_us), 1)
+        count = max(int(1.5 * stream_us / one_us), 1)
 
-        def compute(num_flights: int) -> float:
+        def compute_us(num_flights: int) -> float:
+            return_free_memory()  # a step's buffers are seldom those of the transfer before
             dist.barrier()
+            self._synchronize()
             begin = time.perf_counter()
             flights = [start() for _ in range(num_flights)]
             for _ in range(count):
@@ -214,10 +224,9 @@ class MeasuredCosts:
             self._synchronize()
             for flight in flights:
                 finish(flight)
-            return time.perf_counter() - begin
+            return (time.perf_counter() - begin) * 1e6
 
-        lost = [compute(IN_FLIGHT) - compute(0) for _ in range(RUNS)]
-        return max(median(lost), 0.0) / IN_FLIGHT * 1e6
+        return max(median(compute_us(IN_FLIGHT) - compute_us(0) for _ in range(RUNS)), 0.0)
 
     def agree(self, what: str, measure: Callable[[], list[float]]) -> list[float]:
         """Rank 0's figures of something: kept ones, or what it measures now.
@@ -292,19 +301,6 @@ def collective(
     if kind is Collective.REDUCE_SCATTER:
         return lambda: functional.reduce_scatter_tensor(full, "avg", size, name), wait
     return lambda: functional.all_reduce(full, "avg", name), wait
-
-
-def fit(sizes: Sequence[int], times_us: Sequence[float]) -> tuple[float, float]:
-    """α and β of t = α + β·S by least squares of relative errors; neither is negative."""
-    x = torch.tensor(sizes, dtype=torch.float64)
-    y = torch.tensor(times_us, dtype=torch.float64)
-    rows = torch.stack([1 / y, x / y], dim=1)
-    alpha, beta = torch.linalg.lstsq(rows, torch.ones_like(y)).solution.tolist()
-    if alpha < 0:
-        return 0.0, float((x / y).mean() / (x / y).square().mean())
-    if beta < 0:
-        return float(y.mean()), 0.0
-    return alpha, beta
 
 
 def _random_like(value: Any) -> Any:

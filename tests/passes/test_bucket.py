@@ -132,7 +132,7 @@ def test_a_bucket_per_layer(world_size: int) -> None:
 @pytest.mark.parametrize("cap_bytes", [1, 256, 288, 300, 1 << 20])
 def test_the_cap(cap_bytes: int) -> None:
     """No bucket of several parameters is larger; each parameter travels exactly once."""
-    graph = scheduled(blocks, "bucket", Bucket(cap_bytes))
+    graph = scheduled(blocks, "bucket", Bucket(cap_bytes, 0))
     for lane, phase in (("gather", Phase.FORWARD), ("reduce", Phase.BACKWARD)):
         transfers = graph.transfers(phase=phase, name=lane)
         for transfer in transfers:
@@ -219,7 +219,7 @@ def test_every_node_of_a_bucket_names_it() -> None:
 def test_a_cap_must_be_positive(cap_bytes: int) -> None:
     """Nothing fits into zero bytes."""
     with pytest.raises(ConfigError, match=f"bucket.cap_bytes={cap_bytes} must be positive"):
-        Bucket(cap_bytes)
+        Bucket(cap_bytes, 0)
 
 
 def test_padding_is_in_the_bucket() -> None:

@@ -128,7 +128,7 @@ def test_every_pass_keeps_the_meaning(
     inputs = simulated_ranks.random_inputs(graphs)
     expected = simulated_ranks.run(graphs, inputs)
     facts: frozenset[Fact] = frozenset()
-    for step in up_to("prefetch", Prefetch(distance, distance), Bucket(cap_bytes=256)):
+    for step in up_to("prefetch", Prefetch(distance, distance), Bucket(cap_bytes=256, min_bytes=0)):
         for graph in graphs:
             run_passes([step], graph, Context(), given=facts)
         facts |= step.provides

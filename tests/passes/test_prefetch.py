@@ -288,7 +288,7 @@ def test_any_distance_is_a_valid_order(
 ) -> None:
     """The same nodes; each after what it reads; compute in its own order."""
     graph = trace(build, zero=zero, mesh_shape=mesh_shape)  # type: ignore[arg-type]
-    run(graph, up_to("bucket", Bucket(cap_bytes)))
+    run(graph, up_to("bucket", Bucket(cap_bytes, 0)))
     before = list(graph.graph.nodes)
     Prefetch(distance, reduce_distance).run(graph, Context())
     verify(graph, set(Fact) - {Fact.CUT}, after="prefetch")
@@ -313,7 +313,7 @@ def test_negative_distances_are_refused(field: str) -> None:
 def test_a_layer_that_is_too_large_for_a_bucket_waits_where_it_reads() -> None:
     """Its second bucket is not joined before its first use."""
     build = of(lambda: nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))), 4, 8)
-    graph = scheduled(build, "prefetch", Bucket(256), Prefetch(0))
+    graph = scheduled(build, "prefetch", Bucket(256, 0), Prefetch(0))
     waits = [
         i for i, n in enumerate(graph.nodes(phase=Phase.FORWARD)) if stamp_of(n).role is Role.WAIT
     ]
