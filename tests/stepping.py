@@ -17,7 +17,9 @@ from fxzero.inspect.capture import fake_ranks
 
 EAGER: dict[str, Any] = {
     "lower_regions": {"backend": "eager"},
-    "bucket": {"min_bytes": 0},  # tiny layers would all travel together
+    # Tiny layers would all travel together, and nothing would be worth overlapping.
+    "bucket": {"min_bytes": 0},
+    "prefetch": {"distance": 1},
 }
 
 

@@ -17,6 +17,9 @@ TARGET = "tests.test_cli:model"
 model = chain(2)
 
 
+BY_LAYER = ("--options", '{"bucket": {"min_bytes": 0}, "prefetch": {"distance": 1}}')
+
+
 def call(*arguments: str) -> Result:
     """Run the command, wide enough not to wrap."""
     return CliRunner().invoke(app, ["inspect", *arguments], env={"COLUMNS": "200"})
@@ -24,7 +27,7 @@ def call(*arguments: str) -> Result:
 
 def test_the_table() -> None:
     """Passes, buckets, and the sum in units of P."""
-    result = call(TARGET, "--zero", "3", "--world-size", "8")
+    result = call(TARGET, "--zero", "3", "--world-size", "8", *BY_LAYER)
     assert result.exit_code == 0, result.output
     assert "ZeRO-3, 8 ranks, 128 parameters, 1 graph(s)" in result.output
     for name in ("stamp", "recompute", "shard_params", "bucket", "prefetch", "lower_regions"):
@@ -52,7 +55,7 @@ def test_the_diff_of_an_unknown_pass() -> None:
 
 def test_code_is_python() -> None:
     """The schedule can be pasted: one function, in launch order."""
-    result = call(TARGET, "--code")
+    result = call(TARGET, "--code", *BY_LAYER)
     assert result.exit_code == 0, result.output
     compile(result.output, "schedule", "exec")
     (function,) = [n for n in ast.parse(result.output).body if isinstance(n, ast.FunctionDef)]
@@ -88,7 +91,7 @@ def test_options_reach_the_backend() -> None:
     """As JSON."""
     result = call(TARGET, "--json", "--options", '{"prefetch": {"distance": 2}}')
     (row,) = [r for r in json.loads(result.stdout)["passes"] if r["name"] == "prefetch"]
-    assert row["options"] == "Prefetch(distance=2, reduce_distance=1)"
+    assert row["options"].startswith("Prefetch(distance=2, ")
 
 
 def test_dtypes() -> None:

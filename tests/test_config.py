@@ -47,7 +47,7 @@ def test_ready_made_objects_are_taken() -> None:
             {"prefech": {}},
             (
                 "options has no setting 'prefech': did you mean 'prefetch'? Known: bucket, "
-                "cuda_graph, keep_text, lower_regions, prefetch, recompute, stop_unless_finite, "
+                "cost, cuda_graph, gather_ahead, keep_text, lower_regions, prefetch, recompute, stop_unless_finite, "
                 "strict"
             ),
         ),
@@ -55,13 +55,13 @@ def test_ready_made_objects_are_taken() -> None:
             {"prefetch": {"distanse": 1}},
             (
                 "options.prefetch has no setting 'distanse': did you mean 'distance'? Known: "
-                "distance, reduce_distance"
+                "budget_bytes, distance, keep, reduce_distance"
             ),
         ),
         (
             {"zzz": 1},
             (
-                "options has no setting 'zzz': Known: bucket, cuda_graph, keep_text, "
+                "options has no setting 'zzz': Known: bucket, cost, cuda_graph, gather_ahead, keep_text, "
                 "lower_regions, prefetch, recompute, stop_unless_finite, strict"
             ),
         ),
@@ -78,7 +78,19 @@ def test_ready_made_objects_are_taken() -> None:
         ({"prefetch": {"distance": 1.5}}, "options.prefetch.distance=1.5 must be a whole number"),
         ({"prefetch": {"distance": True}}, "options.prefetch.distance=True must be a whole number"),
         ({"prefetch": {"distance": "2"}}, "options.prefetch.distance='2' must be a whole number"),
-        ({"prefetch": {"distance": None}}, "options.prefetch.distance=None must be a whole number"),
+        ({"bucket": {"min_bytes": -1}}, "bucket.min_bytes=-1 must be 0 or more"),
+        ({"prefetch": {"budget_bytes": 0}}, "prefetch.budget_bytes=0 must be positive"),
+        (
+            {"cost": {"model": "mesured"}},
+            "options.cost.model='mesured': did you mean 'measured'? Known: analytic, measured",
+        ),
+        (
+            {"cost": {"cluster": "dgx_h10"}},
+            (
+                "cost.cluster='dgx_h10': did you mean 'dgx_h100'? Known: dgx2, dgx_a100, "
+                "dgx_h100, h200, laptop, pair_1gbit"
+            ),
+        ),
         ({"prefetch": {"distance": -1}}, "prefetch.distance=-1 must be 0 or more"),
         ({"bucket": {"cap_bytes": 0}}, "bucket.cap_bytes=0 must be positive"),
     ],

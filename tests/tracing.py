@@ -43,6 +43,9 @@ from fxzero.passes.pipeline import PassRecord, run_passes
 from fxzero.passes.release_saved import private_saved
 from fxzero.sharding import model_state
 
+BY_LAYER: dict[str, Any] = {"bucket": {"min_bytes": 0}, "prefetch": {"distance": 1}}
+"""A bucket a layer, gathered one ahead: by cost, tiny layers would all travel together."""
+
 Build = Callable[[], tuple[nn.Module, tuple[Any, ...]]]
 """Makes a model and the inputs of its forward; runs on fake tensors."""
 
@@ -155,7 +158,7 @@ JOINT: tuple[Pass, ...] = (
     ShardParams(),
     ShardGrads(),
     Bucket(min_bytes=0),
-    Prefetch(),
+    Prefetch(distance=1),
 )
 """The passes of the joint graph with their defaults, in order."""
 

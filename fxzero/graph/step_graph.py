@@ -168,7 +168,8 @@ class StepGraph:
     def segments(self) -> list[Segment]:
         """The forwards and backwards of the step, in the order in which they run."""
         found = dict.fromkeys(stamp_of(node).segment for node in self.nodes())
-        return [segment for segment in found if segment.phase is not Phase.OPTIMIZER]
+        inside = (segment for segment in found if segment.phase is not Phase.OPTIMIZER)
+        return sorted(inside, key=lambda s: (s.micro_step, s.phase is Phase.BACKWARD))
 
     def call(
         self,

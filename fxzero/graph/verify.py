@@ -124,10 +124,10 @@ def check_waits(graph: StepGraph, after: str) -> None:
     for node in graph.graph.nodes:
         if node.op != "call_function" or stamp_of(node).role is not Role.LAUNCH:
             continue
-        sent = node.args[0]
-        if isinstance(sent, (list, tuple)):
+        tensors = node.meta.get("val")
+        if isinstance(tensors, (list, tuple)):
             in_flight = [u for u in node.users if u.target is operator.getitem]
-            count = [sum(1 for p in in_flight if p.args[1] == i) for i in range(len(sent))]
+            count = [sum(1 for p in in_flight if p.args[1] == i) for i in range(len(tensors))]
             _only_read_by(graph, after, node, lambda u: u.target is operator.getitem)
         else:
             in_flight, count = [node], [1]

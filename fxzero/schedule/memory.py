@@ -271,6 +271,9 @@ class _Walk:
             self._own(node, list(parts[position]))
             return
         storages = self.storage.get(source, [])
+        if is_view(source):
+            self._own(node, list(storages))  # a part of a split: all of them look at one memory
+            return
         chosen = storages[position : position + 1] if isinstance(position, int) else storages  # type: ignore[operator]
         self._own(node, list(chosen))
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fxzero import CaptureError, ConfigError
 from fxzero.inspect import capture
 from fxzero.inspect.capture import fake_ranks, loss_of
-from tests.tracing import Chain, chain
+from tests.tracing import BY_LAYER, Chain, chain
 
 
 def test_a_huge_world_needs_no_memory() -> None:
@@ -20,7 +20,9 @@ def test_a_huge_world_needs_no_memory() -> None:
         def example_inputs(self, batch_size: int) -> tuple[Tensor]:
             return (torch.randn(batch_size, 1 << 18),)
 
-    captured = capture(lambda: Huge(4, width=1 << 18), zero=3, world_size=1024, batch_size=3)
+    captured = capture(
+        lambda: Huge(4, width=1 << 18), zero=3, world_size=1024, batch_size=3, options=BY_LAYER
+    )
     assert captured.num_parameters == 4 << 36
     (compilation,) = captured.compilations
     assert compilation.joint is not None

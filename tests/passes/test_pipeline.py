@@ -92,7 +92,7 @@ def test_records() -> None:
     records = run_passes(passes, graph, Context(), keep_text=True, observe=seen.append)
     assert seen == records
     assert [r.name for r in records] == [p.name for p in passes]
-    assert records[-1].options == "Prefetch(distance=2, reduce_distance=1)"
+    assert records[-1].options == str(Prefetch(distance=2))
     assert all(r.time_ms > 0 for r in records)
     assert records[-1].nodes_after == len(graph.graph.nodes)
     for earlier, later in pairwise(records):

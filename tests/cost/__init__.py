@@ -1,0 +1,1 @@
+"""Costs: `fxzero.cost`."""

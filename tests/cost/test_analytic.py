@@ -1,0 +1,118 @@
+"""The roofline and α–β, against closed forms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fxzero.cost import AnalyticCosts, ClusterSpec, DeviceSpec, LinkSpec, Message, load_cluster
+from fxzero.cost.analytic import flops_of, work_of
+from fxzero.cost.cluster import guess_cluster, known_clusters
+from fxzero.cost.model import Collective
+from fxzero.errors import ConfigError
+from tests.tracing import of, scheduled, trace
+
+DEVICE = DeviceSpec("d", {"fp32": 1e9}, memory_bytes_per_s=1e9, memory_bytes=1e9)
+INTRA = LinkSpec(bytes_per_s=1e9, latency_us=2.0, host_s_per_byte=1e-9, host_us=1.0)
+INTER = LinkSpec(bytes_per_s=1e8, latency_us=10.0)
+
+
+def costs(num_nodes: int = 1, per_node: int = 4) -> AnalyticCosts:
+    return AnalyticCosts(ClusterSpec("c", DEVICE, INTRA, INTER, per_node, num_nodes))
+
+
+def test_a_ring_inside_a_node() -> None:
+    """(g - 1) messages of a g-th: (g-1)·α + (g-1)/g · S/B."""
+    found = costs().transfer(Message(Collective.ALL_GATHER, 4_000_000, 4))
+    assert found.wire_us == pytest.approx(3 * 2 + 3_000_000 / 1e9 * 1e6)
+    assert found.host_us == pytest.approx(1 + 3_000_000 * 1e-9 * 1e6)
+
+
+def test_a_level_for_nodes_and_one_inside() -> None:
+    """Two nodes of four: the slow link carries half, the fast one three quarters."""
+    found = costs(num_nodes=2).transfer(Message(Collective.REDUCE_SCATTER, 8_000_000, 8))
+    inside = 3 * 2 + 6_000_000 / 1e9 * 1e6
+    between = 1 * 10 + 4_000_000 / 1e8 * 1e6
+    assert found.wire_us == pytest.approx(inside + between)
+
+
+def test_an_all_reduce_is_two() -> None:
+    """A reduce-scatter, and an all-gather."""
+    once = costs().transfer(Message(Collective.ALL_GATHER, 1 << 20, 4))
+    twice = costs().transfer(Message(Collective.ALL_REDUCE, 1 << 20, 4))
+    assert twice.wire_us == 2 * once.wire_us
+    assert twice.host_us == 2 * once.host_us
+
+
+def test_alone_nothing_is_moved() -> None:
+    """A group of one."""
+    assert costs().transfer(Message(Collective.ALL_GATHER, 1 << 20, 1)).wire_us == 0
+
+
+def test_a_matrix_product_is_bound_by_flops_or_by_bytes() -> None:
+    """2·m·k·n FLOPs, and each matrix once."""
+    graph = trace(of(lambda: nn.Linear(64, 32, bias=False), 16, 64), zero=0, world_size=1)
+    (product,) = (
+        n
+        for n in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+        if list(n.meta["val"].shape) == [16, 32]
+    )
+    assert flops_of(product) == 2 * 16 * 64 * 32
+    work = work_of([product])
+    ((flops, moved, dtype),) = work.products
+    assert (flops, moved, dtype) == (2 * 16 * 64 * 32, 4 * (16 * 64 + 64 * 32 + 16 * 32), "fp32")
+    assert costs().compute_us([product]) == pytest.approx(flops / 1e9 * 1e6)
+
+
+def test_a_fused_chain_reads_and_writes_once() -> None:
+    """relu(x) * 2 + 1 moves two tensors, not six."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(x) * 2 + 1 + self.w
+
+    graph = scheduled(of(Chain, 128, 128), "stamp", zero=0, world_size=1, training=False)
+    nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
+    assert work_of(nodes).streamed_bytes == pytest.approx(2 * 4 * 128 * 128, abs=16)
+
+
+@pytest.mark.parametrize("name", known_clusters())
+def test_every_spec_is_complete(name: str) -> None:
+    """Positive figures, each with a source."""
+    spec = load_cluster(name)
+    assert spec.name == name
+    assert spec.sources
+    assert AnalyticCosts(spec).transfer(Message(Collective.ALL_GATHER, 1 << 20, 64)).wire_us > 0
+
+
+def test_mistakes_in_a_spec(tmp_path: Path) -> None:
+    """An unknown name, key or number says what is known."""
+    with pytest.raises(ConfigError, match="did you mean 'dgx_a100'"):
+        load_cluster("dgx_a10")
+    with pytest.raises(ConfigError, match="there is no such file"):
+        load_cluster(str(tmp_path / "none.yaml"))
+    path = tmp_path / "mine.yaml"
+    path.write_text("devize: {}\n")
+    with pytest.raises(ConfigError, match="no key 'devize': did you mean 'device'"):
+        load_cluster(str(path))
+    path.write_text("device: {name: x, peak_flops: {fp32: 1}, memory_bytes_per_s: fast}\n")
+    with pytest.raises(ConfigError, match=r"memory_bytes_per_s='fast' must be a number"):
+        load_cluster(str(path))
+    path.write_text("device: {name: x}\n")
+    with pytest.raises(ConfigError, match="missing"):
+        load_cluster(str(path))
+
+
+def test_the_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One host of CPU ranks, or several joined by Ethernet."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert guess_cluster("cpu", 2).name == "laptop"
+    several = guess_cluster("cpu", 6)
+    assert (several.name, several.num_nodes, several.devices_per_node) == ("pair_1gbit", 3, 2)

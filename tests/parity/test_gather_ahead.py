@@ -1,0 +1,170 @@
+"""Steps whose first gathers were started by the step before: right, whatever happens between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fxzero
+from fxzero import backend
+from fxzero.backend import Compilation
+from fxzero.runtime.ahead import Ahead, Take, bits
+from tests.parity.harness import Pools
+
+STEPS = 4
+CHANGE_AT = 2
+"""Between which two steps a parameter changes."""
+
+
+class Net(nn.Module):
+    """Three layers of uneven rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(9, 9) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def nothing(model: nn.Module) -> None:
+    """The parameters stay."""
+
+
+def in_place(model: nn.Module) -> None:
+    """As an average of weights, or a hand-made update, would."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def through_data(model: nn.Module) -> None:
+    """Unseen by version counters."""
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+
+
+def loaded(model: nn.Module) -> None:
+    """A checkpoint."""
+    model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})
+
+
+CHANGES: dict[str, Callable[[nn.Module], None]] = {
+    f.__name__: f for f in (nothing, in_place, through_data, loaded)
+}
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(4, 9, dtype=torch.float64, generator=generator)
+
+
+def train(change: str, clip: float | None) -> tuple[list[torch.Tensor], list[Ahead]]:
+    """Losses and full parameters of a run in which the parameters change once."""
+    torch.manual_seed(0)
+    model = fxzero.shard(Net().double(), zero=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found: list[Compilation] = []
+
+    def keep(compilation: Compilation) -> None:
+        compilation.keep_graphs = True
+        found.append(compilation)
+
+    backend.observers.append(keep)
+    step = fxzero.compile_step(
+        model, optimizer, clip_grad_norm=clip, options={"lower_regions": {"backend": "eager"}}
+    )
+    losses = []
+    for i in range(STEPS):
+        if i == CHANGE_AT:
+            CHANGES[change](model)
+        losses.append(step(batch(i, dist.get_rank())).loss)
+    backend.observers.remove(keep)
+    (compilation,) = found
+    assert compilation.joint is not None
+    aheads = [n.target.ahead for n in compilation.joint.nodes() if isinstance(n.target, Take)]
+    dist.all_reduce(total := torch.stack(losses))
+    parameters = [p.full_tensor().detach() for p in model.parameters()]
+    return [total / dist.get_world_size(), *parameters], aheads
+
+
+def eager(change: str, clip: float | None, world: int) -> list[torch.Tensor]:
+    """The same in one process."""
+    torch.manual_seed(0)
+    model = Net().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = []
+    for i in range(STEPS):
+        if i == CHANGE_AT:
+            CHANGES[change](model)
+        loss = torch.stack([model(batch(i, rank)) for rank in range(world)]).mean()
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [torch.stack(losses), *(p.detach() for p in model.parameters())]
+
+
+def is_the_eager_run(change: str, clip: float | None) -> None:
+    """Compare, and see that gathers were taken, or thrown away, when they should be."""
+    found, aheads = train(change, clip)
+    expected = eager(change, clip, dist.get_world_size())
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12 * float(theirs.abs().max()))
+    assert aheads, "nothing was started ahead"
+    stale = 0 if change == "nothing" else 1
+    for ahead in aheads:
+        assert (ahead.num_taken, ahead.num_stale) == (STEPS - 1 - stale, stale)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_parameters_that_change_between_steps(ranks: Pools, change: str) -> None:
+    """What is in flight is used if it is right, and gathered anew if it is not."""
+    ranks(2).run(is_the_eager_run, change, None)
+
+
+def test_after_clipping(ranks: Pools) -> None:
+    """All updates wait for the norm: the first gathers start before the other updates."""
+    ranks(3).run(is_the_eager_run, "nothing", 0.1)
+
+
+def makes_another_step_meanwhile() -> None:
+    """Messages in flight of a step that is gone do not reach the next one."""
+    for _ in range(3):
+        found, _aheads = train("nothing", None)
+        expected = eager("nothing", None, dist.get_world_size())
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+        torch._dynamo.reset()
+
+
+def test_a_step_that_is_dropped_with_gathers_in_flight(ranks: Pools) -> None:
+    """Three steps one after the other, each dropped when its last gathers are on their way."""
+    ranks(2).run(makes_another_step_meanwhile)
+
+
+def test_bits() -> None:
+    """Equal for equal bits, another number for another bit, NaN and minus zero included."""
+    tensor = torch.tensor([1.0, float("nan"), 0.0, -2.0])
+    before = bits(tensor)
+    assert bool(before == bits(tensor.clone()))
+    tensor[2] = -0.0
+    assert not bool(before == bits(tensor))
+
+
+def starts(*shards: Any) -> None:
+    raise AssertionError("not called")
+
+
+def test_nothing_in_flight_is_nothing_to_drop() -> None:
+    """Dropping twice, or never having launched, does nothing."""
+    ahead = Ahead(starts, "", "w")
+    ahead.drop()
+    ahead.drop()

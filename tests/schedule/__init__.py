@@ -1,0 +1,1 @@
+"""Orders, simulation, memory: `fxzero.schedule`."""
