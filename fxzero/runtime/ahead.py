@@ -11,12 +11,16 @@ the same changes, as they do in any other collective program.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxzero._compat import is_fake, real_tensors
 from fxzero.runtime.collectives import InFlight
 
 _orphans: list[Any] = []
@@ -30,8 +34,22 @@ def _finish(flight: Any) -> None:
         for handle in flight.handles:
             handle.wait()
         return
-    for tensor in flight if isinstance(flight, (list, tuple)) else (flight,):
-        torch.ops._c10d_functional.wait_tensor.default(tensor)
+    with real_tensors():  # a compilation may be what threw the flight away
+        for tensor in flight if isinstance(flight, (list, tuple)) else (flight,):
+            if not is_fake(tensor):
+                torch.ops._c10d_functional.wait_tensor.default(tensor)
+
+
+_all: weakref.WeakSet[Ahead] = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    """torch warns of functional collectives that nobody waited for; gloo's end with the process."""
+    for ahead in list(_all):
+        if not isinstance(ahead.flight, InFlight):
+            with contextlib.suppress(Exception):
+                ahead.drop()
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -62,6 +80,7 @@ class Ahead:
         self.num_stale = 0
         """How often it was thrown away."""
         self.__name__ = name
+        _all.add(self)
 
     def launch(self, *shards: Tensor) -> None:
         """Start the next step's gather."""

