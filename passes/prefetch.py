@@ -13,11 +13,10 @@ is faster, backward reads what forward gathered (`fxzero.schedule.keep`). What f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fxzero.cost.model import Remembered
 from fxzero.errors import ConfigError, PassError
 from fxzero.graph import Lane, StepGraph
 from fxzero.graph.step_graph import Transfer
@@ -25,7 +24,7 @@ from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.runtime.cutout import settle
 from fxzero.schedule.agreement import agree
 from fxzero.schedule.keep import keep, keepable
-from fxzero.schedule.problem import Problem, problem_of
+from fxzero.schedule.problem import Outline, Problem
 from fxzero.schedule.search import Found, best_order, fixed_order
 from fxzero.schedule.tasks import TaskGraph, replay
 
@@ -49,15 +48,15 @@ def default_budget(graph: TaskGraph) -> int:
     return replay(graph, fixed_order(graph, 2, 2)).peak_bytes
 
 
-def choose(
-    describe: Callable[[tuple[Transfer, ...], int | None], Problem],
-    candidates: list[Transfer],
-    budget_bytes: int | None,
-) -> Choice:
+def names_of(transfers: Sequence[Transfer]) -> frozenset[str]:
+    """The buckets that transfers carry."""
+    return frozenset(transfer.stamp.bucket for transfer in transfers)
+
+
+def choose(outline: Outline, candidates: list[Transfer], budget_bytes: int | None) -> Choice:
     """The best order within the budget, with as many parameters kept as make it faster.
 
     Args:
-        describe: the problem without some of backward's gathers, for a budget.
         candidates: gathers that may go, those first that cost the least memory.
         budget_bytes: None takes `default_budget`.
 
@@ -65,17 +64,17 @@ def choose(
         PassError: there is no such order.
     """
     if budget_bytes is None:
-        budget_bytes = default_budget(describe((), None).graph)
+        budget_bytes = default_budget(outline.problem().graph)
     choices: list[Choice] = []
     for count in (n for n in KEEPS if n <= len(candidates)):
         kept = tuple(candidates[:count])
-        problem = describe(kept, budget_bytes)
+        problem = outline.problem(budget_bytes, names_of(kept))
         found = best_order(problem.graph)
         if found is None:
             break  # what is kept leaves too little
         choices.append(Choice(kept, problem, found))
     if not choices:
-        graph = describe((), budget_bytes).graph
+        graph = outline.problem().graph
         least = replay(graph, fixed_order(graph, 0, 0)).peak_bytes
         raise PassError(
             f"prefetch.budget_bytes={budget_bytes}: no order holds so little. Gathering each "
@@ -136,20 +135,15 @@ class Prefetch(Pass):
         """See the module's docstring."""
         settle(graph)  # so that units are the regions that will be
         cut = graph.loss is None
-        costs = Remembered(ctx.costs)
-
-        def describe(kept: tuple[Transfer, ...], budget_bytes: int | None) -> Problem:
-            names = frozenset(t.stamp.bucket for t in kept)
-            return problem_of(graph, costs, budget_bytes=budget_bytes, cut=cut, kept=names)
-
+        outline = Outline(graph, ctx.costs, cut=cut)
         if self.distance is not None:
             self._warn_of_unused(ctx)
-            problem = describe((), None)
+            problem = outline.problem()
             order = tuple(fixed_order(problem.graph, self.distance, self.reduce_distance))
             found = Found(order, replay(problem.graph, order), f"distance {self.distance}")
             choice = Choice((), problem, found)
         else:
-            choice = self._agreed(graph, describe)
+            choice = self._agreed(graph, outline)
         order = choice.found.order
         first = first_gathers(choice.problem, order)
         keep(graph, list(choice.kept), cut=cut)
@@ -165,20 +159,18 @@ class Prefetch(Pass):
             budget_bytes=choice.problem.graph.budget_bytes,
         )
 
-    def _agreed(
-        self, graph: StepGraph, describe: Callable[[tuple[Transfer, ...], int | None], Problem]
-    ) -> Choice:
+    def _agreed(self, graph: StepGraph, outline: Outline) -> Choice:
         """Choose, or take what the first rank chose."""
         candidates = keepable(graph) if self.keep else []
-        choice = choose(describe, candidates, self.budget_bytes)
-        asked = question(graph, describe((), None).graph)
+        choice = choose(outline, candidates, self.budget_bytes)
+        asked = question(graph, outline.problem().graph)
         answer = [len(choice.kept), list(choice.found.order)]
         agreed = agree(graph.identity, asked, answer)
         if agreed == answer:
             return choice
         count, order = agreed
         kept = tuple(candidates[:count])
-        problem = describe(kept, choice.problem.graph.budget_bytes)
+        problem = outline.problem(choice.problem.graph.budget_bytes, names_of(kept))
         return Choice(kept, problem, Found(tuple(order), replay(problem.graph, order), "agreed"))
 
     def _warn_of_unused(self, ctx: Context) -> None:

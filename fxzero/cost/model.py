@@ -109,25 +109,3 @@ class FixedCosts:
         """See `CostModel`."""
         wire_us = self.latency_us + message.num_bytes * self.wire_us_per_byte
         return TransferCost(wire_us, self.host_us)
-
-
-class Remembered:
-    """A cost model that is asked once about each run of nodes."""
-
-    def __init__(self, costs: CostModel) -> None:
-        self.costs = costs
-        self.name = costs.name
-        self._compute: dict[tuple[fx.Node, int], float] = {}
-
-    def compute_us(self, nodes: Sequence[fx.Node]) -> float:
-        """See `CostModel`."""
-        if not nodes:
-            return 0.0
-        key = (nodes[0], len(nodes))
-        if key not in self._compute:
-            self._compute[key] = self.costs.compute_us(nodes)
-        return self._compute[key]
-
-    def transfer(self, message: Message) -> TransferCost:
-        """See `CostModel`."""
-        return self.costs.transfer(message)

@@ -104,6 +104,7 @@ class StepGraph:
         self.fake_mode = fake_mode_of(module.graph)
         self._values: dict[object, Any] = {}
         self._origin: fx.Node | None = None
+        self._after_inputs: fx.Node | None = None
 
     @property
     def graph(self) -> fx.Graph:
@@ -200,13 +201,20 @@ class StepGraph:
         Args:
             source: where its value comes from: see `fxzero.step.binding`.
         """
-        first = next(node for node in self.graph.nodes if node.op != "placeholder")
-        with self.graph.inserting_before(first):
+        with self.graph.inserting_before(self._first_call()):
             node = self.graph.placeholder(name)
         node.meta["val"] = value
         node.meta["fxzero_source"] = source
         set_stamp(node, Stamp(Phase.OPTIMIZER, role=Role.INPUT))
         return node
+
+    def _first_call(self) -> fx.Node:
+        """The first node that is no input: the one found before, most of the time."""
+        found = self._after_inputs
+        if found is None or found._erased or found.prev.op != "placeholder":
+            found = next(node for node in self.graph.nodes if node.op != "placeholder")
+            self._after_inputs = found
+        return found
 
     @contextlib.contextmanager
     def made_for(self, node: fx.Node) -> Iterator[None]:

@@ -15,6 +15,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import fx
 
@@ -65,6 +66,16 @@ class Problem:
         return with_followers(out, self.followers, boundaries, first)
 
 
+class _Lifetime(NamedTuple):
+    """How long a gathered parameter is read."""
+
+    key: tuple[str, int]
+    """The parameter's key, and the micro-step."""
+    num_bytes: int
+    """0 where it lives for the whole step anyway."""
+    last_unit: int | None
+
+
 @dataclass
 class _Unit:
     nodes: list[fx.Node]
@@ -74,19 +85,19 @@ class _Unit:
     """Positions of reduces whose results it reads."""
 
 
-class _Builder:
-    def __init__(
-        self, graph: StepGraph, costs: CostModel, *, cut: bool, kept: Collection[str]
-    ) -> None:
+class Outline:
+    """A step graph's units and transfers with their costs, from which problems are made.
+
+    Args:
+        cut: whether forward and backward will be run apart, so that nothing of backward can
+            be launched in forward.
+    """
+
+    def __init__(self, graph: StepGraph, costs: CostModel, *, cut: bool) -> None:
         self.step = graph
         self.costs = costs
-        self.cut = cut
-        """Whether forward and backward will be run apart."""
-        transfers = [t for s in graph.segments() for t in graph.transfers(segment=s)]
-        gathers = [t for t in transfers if t.stamp.lane is Lane.GATHER]
-        self.gathers = [t for t in gathers if t.stamp.bucket not in kept]
-        self.kept = [t for t in gathers if t.stamp.bucket in kept]
-        """Gathers of backward that shall not happen: it reads what forward gathered."""
+        transfers = [t for t in graph.transfers() if t.stamp.phase is not Phase.OPTIMIZER]
+        self.gathers = [t for t in transfers if t.stamp.lane is Lane.GATHER]
         self.reduces = [t for t in transfers if t.stamp.lane is Lane.REDUCE]
         self.moved = {node for t in transfers for node in nodes_of(t)}
         nodes = list(graph.nodes())
@@ -97,6 +108,14 @@ class _Builder:
         self.position = {node: i for i, node in enumerate(self.compute)}
         self.first_use = [self._first_use(t) for t in self.gathers]
         self.units, self.unit_of = self._units()
+        self.unit_us = [costs.compute_us(unit.nodes) for unit in self.units]
+        self.transfer_costs = {t.launch: costs.transfer(message_of(graph, t)) for t in transfers}
+        self.made_by = [self._unit_after(sources_of(t), set()) for t in self.reduces]
+        self.second_of = self._second_stages()
+        self.follower_us, self.tail_us = self._follower_costs()
+        self.wait_lifetimes = [self._wait_lifetimes(t) for t in self.gathers]
+        self.ending = self._endings()
+        self.end_of_forward = self._end_of_forward() if cut else None
 
     def _first_use(self, transfer: Transfer) -> int | None:
         """The position of the first compute node that reads a transfer's results."""
@@ -170,14 +189,16 @@ class _Builder:
             behind[node] = frozenset(found)
         return behind
 
-    def build(self, budget_bytes: int | None) -> Problem:
-        """Make the tasks, units and transfers in the graph's own order."""
-        made_by = [self._unit_after(sources_of(t), set()) for t in self.reduces]
+    def _second_stages(self) -> list[list[int]]:
+        """For each reduce, those whose results it sends on: across replicas."""
         join_of = {n: i for i, t in enumerate(self.reduces) for n in join_nodes(t)}
-        second_of = [
+        return [
             sorted({join_of[s] for s in _through_followers(sources_of(t)) if s in join_of} - {i})
             for i, t in enumerate(self.reduces)
         ]
+
+    def _follower_costs(self) -> tuple[dict[int, float], float]:
+        """What followers take, by the one reduce that they wait for; and those of the tail."""
         behind = self._joins_behind()
         follower_us: dict[int, float] = defaultdict(float)
         tail: list[fx.Node] = []
@@ -187,180 +208,202 @@ class _Builder:
                 follower_us[next(iter(waits))] += self.costs.compute_us([node])
             else:
                 tail.append(node)
-        # Tasks in a valid order: gathers before their first unit, reduces after their maker.
-        plan: list[tuple[str, int]] = []
-        placed: set[int] = set()
-        for u, unit in enumerate(self.units):
-            plan += [("gather", i) for i in unit.needs]
-            for r in sorted(unit.reads):
-                self._plan_reduce(r, second_of, placed, plan)
-            plan.append(("unit", u))
-            for r, maker in enumerate(made_by):
-                if maker == u and all(s in placed for s in second_of[r]):
-                    self._plan_reduce(r, second_of, placed, plan)
-        for r in range(len(self.reduces)):
-            self._plan_reduce(r, second_of, placed, plan)
-        never_read = [i for i, use in enumerate(self.first_use) if use is None]
-        plan += [("gather", i) for i in never_read]
-        plan.append(("tail", 0))
-        return self._problem(plan, budget_bytes, made_by, second_of, follower_us, tail)
+        # Transfers of the optimizer phase: the norm's sum, which everything waits for.
+        blocking = self.step.transfers(phase=Phase.OPTIMIZER)
+        wires = (self.costs.transfer(message_of(self.step, t)).wire_us for t in blocking)
+        return follower_us, self.costs.compute_us(tail) + sum(wires)
 
-    def _plan_reduce(
-        self, r: int, second_of: list[list[int]], placed: set[int], plan: list[tuple[str, int]]
-    ) -> None:
-        if r in placed:
-            return
-        for first in second_of[r]:
-            self._plan_reduce(first, second_of, placed, plan)
-        placed.add(r)
-        plan += [("reduce", r), ("join", r)]
+    def _wait_lifetimes(self, transfer: Transfer) -> list[_Lifetime]:
+        """For each full parameter of a gather, which one it is and how long it is read."""
+        found = []
+        for wait in transfer.waits:
+            stamp = stamp_of(wait)
+            (key, *_) = stamp.params
+            amount = num_bytes(wait) if self.step.specs[key].zero == 3 else 0
+            last = self._last_unit(readers(wait))
+            found.append(_Lifetime((key, stamp.micro_step), amount, last))
+        return found
 
-    def _problem(
-        self,
-        plan: list[tuple[str, int]],
-        budget_bytes: int | None,
-        made_by: list[int],
-        second_of: list[list[int]],
-        follower_us: dict[int, float],
-        tail: list[fx.Node],
-    ) -> Problem:
-        index = {what: i for i, what in enumerate(plan)}
-        lifetimes, ending = self._lifetimes()
-        tasks: list[Task] = []
-        nodes: list[tuple[fx.Node, ...]] = []
-        joins: dict[int, tuple[fx.Node, ...]] = {}
-        releases: dict[int, tuple[fx.Node, ...]] = {}
-        grads: dict[int, list[int]] = defaultdict(list)
-        for r, maker in enumerate(made_by):
-            grads[maker].append(r)
-        for kind, i in plan:
-            me = len(tasks)
-            if kind == "unit":
-                unit = self.units[i]
-                after = [index["unit", i - 1]] if i else []
-                after += [index["gather", g] for g in unit.needs]
-                after += [index["join", r] for r in unit.reads]
-                holds = tuple(
-                    Hold(sum(map(num_bytes, self.reduces[r].tensors)), (index["join", r],))
-                    for r in grads[i]
-                    if not second_of[r]
-                )
-                us = self.costs.compute_us(unit.nodes)
-                stamp = stamp_of(unit.nodes[0])
-                name = f"{stamp.layer or 'root'} {stamp.phase.value}"
-                tasks.append(Task(name, Lane.COMPUTE, us, after=tuple(after), holds=holds))
-                nodes.append(tuple(unit.nodes))
-                joins[me] = tuple(n for g in unit.needs for n in join_nodes(self.gathers[g]))
-                releases[me] = tuple(ending[i])
-            elif kind == "gather":
-                tasks.append(self._gather(i, index, lifetimes[i]))
-                nodes.append(tuple(launch_nodes(self.gathers[i])))
-                if self.first_use[i] is None:
-                    nodes[-1] += tuple(join_nodes(self.gathers[i]))
-            elif kind == "reduce":
-                after = [index["unit", made_by[i]]] if made_by[i] >= 0 else []
-                after += [index["join", first] for first in second_of[i]]
-                cost = self.costs.transfer(message_of(self.step, self.reduces[i]))
-                name = f"reduce {self.reduces[i].stamp.bucket or self.reduces[i].launch.name}"
-                tasks.append(
-                    Task(name, Lane.REDUCE, cost.wire_us, cost.host_us, tuple(sorted(set(after))))
-                )
-                nodes.append(tuple(launch_nodes(self.reduces[i])))
-            elif kind == "join":
-                name = f"join {self.reduces[i].stamp.bucket or self.reduces[i].launch.name}"
-                us = follower_us[i]
-                tasks.append(Task(name, Lane.COMPUTE, us, after=(index["reduce", i],)))
-                nodes.append(tuple(join_nodes(self.reduces[i])))
-            else:
-                after = [i for i, t in enumerate(tasks) if t.name.startswith("join ")]
-                after += [index["unit", len(self.units) - 1]] if self.units else []
-                us = self.costs.compute_us(tail) + self._blocking_us()
-                tasks.append(Task("tail", Lane.COMPUTE, us, after=tuple(after)))
-                nodes.append(tuple(ending[len(self.units)]))
-        return Problem(
-            TaskGraph(tuple(tasks), budget_bytes),
-            tuple(nodes),
-            joins,
-            releases,
-            tuple(self.followers),
-            {index["gather", i]: transfer for i, transfer in enumerate(self.gathers)},
-        )
-
-    def _gather(
-        self, i: int, index: dict[tuple[str, int], int], lifetimes: list[tuple[int, int]]
-    ) -> Task:
-        transfer = self.gathers[i]
-        cost = self.costs.transfer(message_of(self.step, transfer))
-        holds = tuple(Hold(amount, (index["unit", last],)) for amount, last in lifetimes)
-        after: tuple[int, ...] = ()
-        if self.cut and (previous := self._end_of_forward(transfer)) is not None:
-            after = (index["unit", previous],)
-        name = f"gather {transfer.stamp.bucket or transfer.launch.name}"
-        return Task(name, Lane.GATHER, cost.wire_us, cost.host_us, after, holds)
-
-    def _end_of_forward(self, transfer: Transfer) -> int | None:
-        """The last unit of forward, for a gather of backward."""
-        if transfer.stamp.phase is not Phase.BACKWARD:
-            return None
-        forward = [
-            u for u, unit in enumerate(self.units) if stamp_of(unit.nodes[0]).phase is Phase.FORWARD
-        ]
-        return forward[-1] if forward else None
-
-    def _lifetimes(self) -> tuple[list[list[tuple[int, int]]], dict[int, list[fx.Node]]]:
-        """By gather, bytes and the last unit that reads them; by unit, releases after it."""
+    def _endings(self) -> dict[int, list[fx.Node]]:
+        """By unit, the releases after it."""
         ending: dict[int, list[fx.Node]] = defaultdict(list)
         for release in self.releases:
             last = self._last_unit(_readers_of(release))
             ending[len(self.units) if last is None else last].append(release)
-        read_again: dict[tuple[str, int], int | None] = {}
-        for transfer in self.kept:
-            for wait in transfer.waits:
-                stamp = stamp_of(wait)
-                read_again[stamp.params[0], stamp.micro_step] = self._last_unit(readers(wait))
-        lifetimes = []
-        for transfer in self.gathers:
-            found: dict[int, int] = defaultdict(int)
-            for wait in transfer.waits:
-                stamp = stamp_of(wait)
-                key = (stamp.params[0], stamp.micro_step)
-                if self.step.specs[key[0]].zero < 3:
-                    continue  # gathered once, for the whole step
-                last = self._last_unit(readers(wait))
-                if stamp.phase is Phase.FORWARD and key in read_again:
-                    last = read_again[key]
-                if last is not None:
-                    found[last] += num_bytes(wait)
-            lifetimes.append([(amount, last) for last, amount in found.items()])
-        return lifetimes, ending
+        return ending
+
+    def _end_of_forward(self) -> int | None:
+        """The last unit of forward."""
+        forward = (
+            u for u, unit in enumerate(self.units) if stamp_of(unit.nodes[0]).phase is Phase.FORWARD
+        )
+        return max(forward, default=None)
 
     def _last_unit(self, nodes: Iterable[fx.Node]) -> int | None:
         positions = [self.position[node] for node in nodes if node in self.position]
         return self.unit_of[max(positions)] if positions else None
 
-    def _blocking_us(self) -> float:
-        """Transfers of the optimizer phase: the norm's sum, which everything waits for."""
-        found = self.step.transfers(phase=Phase.OPTIMIZER)
-        return sum(self.costs.transfer(message_of(self.step, t)).wire_us for t in found)
+    def problem(self, budget_bytes: int | None = None, kept: Collection[str] = ()) -> Problem:
+        """The tasks, in the graph's own order.
+
+        Args:
+            budget_bytes: most bytes of gathered parameters and unreduced gradients at once.
+            kept: buckets of backward that shall not be gathered: it reads what forward gathered.
+        """
+        dropped = (
+            {i for i, t in enumerate(self.gathers) if t.stamp.bucket in kept} if kept else set()
+        )
+        makes: dict[int, list[int]] = defaultdict(list)
+        for r, maker in enumerate(self.made_by):
+            makes[maker].append(r)
+        plan: list[tuple[str, int]] = []
+        placed: set[int] = set()
+        for u, unit in enumerate(self.units):
+            plan += [("gather", i) for i in unit.needs if i not in dropped]
+            for r in sorted(unit.reads):
+                self._plan_reduce(r, placed, plan)
+            plan.append(("unit", u))
+            for r in makes[u]:
+                if all(s in placed for s in self.second_of[r]):
+                    self._plan_reduce(r, placed, plan)
+        for r in range(len(self.reduces)):
+            self._plan_reduce(r, placed, plan)
+        never_read = (i for i, use in enumerate(self.first_use) if use is None)
+        plan += [("gather", i) for i in never_read if i not in dropped]
+        plan.append(("tail", 0))
+        return _Problem(self, plan, makes, dropped).make(budget_bytes)
+
+    def _plan_reduce(self, r: int, placed: set[int], plan: list[tuple[str, int]]) -> None:
+        if r in placed:
+            return
+        for first in self.second_of[r]:
+            self._plan_reduce(first, placed, plan)
+        placed.add(r)
+        plan += [("reduce", r), ("join", r)]
 
 
-def problem_of(
-    graph: StepGraph,
-    costs: CostModel,
-    *,
-    budget_bytes: int | None = None,
-    cut: bool,
-    kept: Collection[str] = (),
-) -> Problem:
-    """Describe a step graph as tasks.
+@dataclass
+class _Problem:
+    """A problem in the making."""
 
-    Args:
-        kept: buckets of backward that shall not be gathered: it reads what forward gathered.
-        budget_bytes: most bytes of gathered parameters and unreduced gradients at once.
-        cut: whether forward and backward will be run apart, so that nothing of backward can
-            be launched in forward.
-    """
-    return _Builder(graph, costs, cut=cut, kept=kept).build(budget_bytes)
+    outline: Outline
+    plan: list[tuple[str, int]]
+    """What becomes a task, in a valid order."""
+    makes: dict[int, list[int]]
+    """By unit, the reduces of its gradients."""
+    dropped: set[int]
+    """Gathers that do not happen."""
+
+    def __post_init__(self) -> None:
+        self.index = {what: i for i, what in enumerate(self.plan)}
+        self.read_again = {
+            lifetime.key: lifetime.last_unit
+            for i in self.dropped
+            for lifetime in self.outline.wait_lifetimes[i]
+        }
+
+    def make(self, budget_bytes: int | None) -> Problem:
+        outline = self.outline
+        kinds = {
+            "unit": self.unit,
+            "gather": self.gather,
+            "reduce": self.reduce,
+            "join": self.join,
+            "tail": self.tail,
+        }
+        tasks, nodes = [], []
+        for kind, i in self.plan:
+            task, placed = kinds[kind](i)
+            tasks.append(task)
+            nodes.append(tuple(placed))
+        units = {self.index["unit", u]: unit for u, unit in enumerate(outline.units)}
+        return Problem(
+            TaskGraph(tuple(tasks), budget_bytes),
+            tuple(nodes),
+            joins={
+                me: tuple(
+                    n
+                    for g in unit.needs
+                    if g not in self.dropped
+                    for n in join_nodes(outline.gathers[g])
+                )
+                for me, unit in units.items()
+            },
+            releases={
+                self.index["unit", u]: tuple(nodes)
+                for u, nodes in outline.ending.items()
+                if u < len(outline.units)
+            },
+            followers=tuple(outline.followers),
+            gathers={
+                self.index["gather", i]: transfer
+                for i, transfer in enumerate(outline.gathers)
+                if i not in self.dropped
+            },
+        )
+
+    def unit(self, u: int) -> tuple[Task, list[fx.Node]]:
+        outline, index = self.outline, self.index
+        unit = outline.units[u]
+        after = [index["unit", u - 1]] if u else []
+        after += [index["gather", g] for g in unit.needs if g not in self.dropped]
+        after += [index["join", r] for r in unit.reads]
+        holds = tuple(
+            Hold(sum(map(num_bytes, outline.reduces[r].tensors)), (index["join", r],))
+            for r in self.makes[u]
+            if not outline.second_of[r]
+        )
+        stamp = stamp_of(unit.nodes[0])
+        name = f"{stamp.layer or 'root'} {stamp.phase.value}"
+        us = outline.unit_us[u]
+        return Task(name, Lane.COMPUTE, us, after=tuple(after), holds=holds), unit.nodes
+
+    def gather(self, i: int) -> tuple[Task, list[fx.Node]]:
+        outline = self.outline
+        transfer = outline.gathers[i]
+        cost = outline.transfer_costs[transfer.launch]
+        until: dict[int, int] = defaultdict(int)
+        for lifetime in outline.wait_lifetimes[i]:
+            last = lifetime.last_unit
+            if transfer.stamp.phase is Phase.FORWARD:
+                last = self.read_again.get(lifetime.key, last)
+            if last is not None and lifetime.num_bytes:
+                until[last] += lifetime.num_bytes
+        holds = tuple(Hold(amount, (self.index["unit", u],)) for u, amount in until.items())
+        after: tuple[int, ...] = ()
+        if outline.end_of_forward is not None and transfer.stamp.phase is Phase.BACKWARD:
+            after = (self.index["unit", outline.end_of_forward],)
+        nodes = launch_nodes(transfer)
+        if outline.first_use[i] is None:
+            nodes += join_nodes(transfer)
+        return Task(_name(transfer), Lane.GATHER, cost.wire_us, cost.host_us, after, holds), nodes
+
+    def reduce(self, r: int) -> tuple[Task, list[fx.Node]]:
+        outline = self.outline
+        transfer = outline.reduces[r]
+        cost = outline.transfer_costs[transfer.launch]
+        after = {self.index["join", first] for first in outline.second_of[r]}
+        if outline.made_by[r] >= 0:
+            after.add(self.index["unit", outline.made_by[r]])
+        task = Task(_name(transfer), Lane.REDUCE, cost.wire_us, cost.host_us, tuple(sorted(after)))
+        return task, launch_nodes(transfer)
+
+    def join(self, r: int) -> tuple[Task, list[fx.Node]]:
+        transfer = self.outline.reduces[r]
+        us = self.outline.follower_us.get(r, 0.0)
+        after = (self.index["reduce", r],)
+        return Task(f"join {_name(transfer)}", Lane.COMPUTE, us, after=after), join_nodes(transfer)
+
+    def tail(self, _: int) -> tuple[Task, list[fx.Node]]:
+        outline = self.outline
+        after = [self.index["join", r] for r in range(len(outline.reduces))]
+        after += [self.index["unit", len(outline.units) - 1]] if outline.units else []
+        task = Task("tail", Lane.COMPUTE, outline.tail_us, after=tuple(after))
+        return task, outline.ending.get(len(outline.units), [])
+
+
+def _name(transfer: Transfer) -> str:
+    return transfer.stamp.bucket or transfer.launch.name
 
 
 def is_follower(node: fx.Node) -> bool:
