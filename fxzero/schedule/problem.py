@@ -508,16 +508,19 @@ def _awaited(node: fx.Node) -> set[fx.Node]:
     """What must run before a follower: its sources, and all readers of what it changes."""
     needed = {n for n in node.all_input_nodes if n.op == "call_function"}
     if stamp_of(node).role is Role.UPDATE:
-        for source in node.all_input_nodes:
-            if source.op == "placeholder" and stamp_of(source).phase is not Phase.OPTIMIZER:
-                needed |= {reader for reader in readers(source) if reader < node}
+        changed = [
+            source
+            for source in node.all_input_nodes
+            if source.op == "placeholder" and stamp_of(source).phase is not Phase.OPTIMIZER
+        ]
+        needed |= {reader for reader in readers(*changed) if reader < node}
     return needed - {node}
 
 
-def readers(source: fx.Node) -> set[fx.Node]:
-    """Everything that reads a node's memory: through views, and in collectives until joined."""
+def readers(*sources: fx.Node) -> set[fx.Node]:
+    """Everything that reads nodes' memory: through views, and in collectives until joined."""
     found: set[fx.Node] = set()
-    queue = [source]
+    queue = list(sources)
     while queue:
         for user in queue.pop().users:
             if user in found or user.op == "output":
