@@ -1,12 +1,13 @@
 """Start the first gathers of the next step while the last updates of this one run.
 
     g = gather(w); …; update(w); update(v)
-→   g = take(w);   …; update(w); ahead(w); update(v)
+→   check(w); g = take(w); …; update(w); ahead(w); update(v)
 
 The gathers that a step would begin with, before any compute, have nothing to hide behind. In
 a whole step their parameters' updates are known, so each is started right behind the last of
-them and taken by the next call. See `fxzero.runtime.ahead` for what happens to a parameter
-that somebody changes in between.
+them and taken by the next call, unless somebody has changed a parameter in between: see
+`fxzero.runtime.ahead`. That is found out by comparing bits on the host, so it is done for gloo,
+whose transfers the host runs anyway; a GPU would have to be waited for.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxzero.cost.model import group_of
+from fxzero._compat import resolve_process_group
 from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import Transfer
 from fxzero.passes.base import Context, Fact, Notes, Pass
-from fxzero.runtime.ahead import Ahead, Launch, Take
+from fxzero.runtime import collectives
+from fxzero.runtime.ahead import Ahead, Check, Launch, Take
 
 
 def first_transfers(graph: StepGraph) -> list[Transfer]:
@@ -49,24 +51,27 @@ def last_updates(graph: StepGraph) -> dict[str, fx.Node]:
     return {key: node for node in graph.nodes(role=Role.UPDATE) for key in stamp_of(node).params}
 
 
-def starter(transfer: Transfer, shards: list[fx.Node]) -> Any:
-    """A function of shards that prepares and launches a gather."""
+def preparation(transfer: Transfer, shards: list[fx.Node]) -> Any:
+    """A function from shards to what a gather sends of them."""
     graph = fx.Graph()
     copies = {shard: graph.placeholder(f"shard_{i}") for i, shard in enumerate(shards)}
-    for node in (*transfer.prepare, transfer.launch):
+    for node in transfer.prepare:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(copies[transfer.launch])
-    module = fx.GraphModule(torch.nn.Module(), graph, class_name="Start")
+    (sent,) = transfer.tensors
+    graph.output(copies[sent])
+    module = fx.GraphModule(torch.nn.Module(), graph, class_name="Prepare")
     forward = type(module).forward
     return lambda *tensors: forward(module, *tensors)
 
 
-def start_ahead(
-    graph: StepGraph, transfer: Transfer, shards: list[fx.Node], after: fx.Node
-) -> None:
-    """Replace a launch by a take, and launch it for the next step behind a node."""
+def take_ahead(graph: StepGraph, transfer: Transfer, shards: list[fx.Node]) -> Ahead:
+    """Replace a launch by a take."""
     launch = transfer.launch
-    ahead = Ahead(starter(transfer, shards), group_of(launch), launch.name)
+    _, size, group = launch.args
+    assert isinstance(size, int)
+    assert isinstance(group, str)
+    rank = resolve_process_group(group).rank()
+    ahead = Ahead(preparation(transfer, shards), size, group, rank, launch.name)
     stamp = replace(stamp_of(launch), made_by="gather_ahead")
     with graph.graph.inserting_before(launch), graph.made_for(launch):
         take = graph.call(
@@ -77,22 +82,35 @@ def start_ahead(
     for node in reversed(transfer.prepare):
         if not node.users:
             graph.graph.erase_node(node)
-    with graph.graph.inserting_after(after), graph.made_for(take):
-        graph.call(
-            Launch(ahead),
-            tuple(shards),
-            stamp=Stamp(
-                Phase.OPTIMIZER,
-                lane=Lane.GATHER,
-                role=Role.AHEAD,
-                layer=stamp.layer,
-                params=stamp.params,
-                bucket=stamp.bucket,
-                made_by="gather_ahead",
-            ),
-            name=f"ahead_{launch.name}",
-            value=(),
-        )
+    return ahead
+
+
+def launch_ahead(
+    graph: StepGraph, ahead: Ahead, transfer: Transfer, shards: list[fx.Node], after: fx.Node
+) -> None:
+    """Launch a gather for the next step behind a node."""
+    stamp = Stamp(
+        Phase.OPTIMIZER,
+        lane=Lane.GATHER,
+        role=Role.AHEAD,
+        layer=transfer.stamp.layer,
+        params=transfer.stamp.params,
+        bucket=transfer.stamp.bucket,
+        made_by="gather_ahead",
+    )
+    name = f"ahead_{ahead.__name__}"
+    with graph.graph.inserting_after(after), graph.made_for(after):
+        graph.call(Launch(ahead), tuple(shards), stamp=stamp, name=name, value=())
+
+
+def check_first(graph: StepGraph, found: list[tuple[Ahead, list[fx.Node]]]) -> None:
+    """Decide before anything else whether what is in flight can be taken."""
+    first = next(graph.nodes())
+    stamp = Stamp(Phase.FORWARD, lane=Lane.GATHER, role=Role.PREPARE, made_by="gather_ahead")
+    check = Check([ahead for ahead, _ in found], [len(shards) for _, shards in found])
+    with graph.graph.inserting_before(first):
+        shards = tuple(shard for _, own in found for shard in own)
+        graph.call(check, shards, stamp=stamp, name="check_ahead", value=())
 
 
 @dataclass(frozen=True)
@@ -103,8 +121,8 @@ class GatherAhead(Pass):
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.CUT})
 
     enabled: bool = True
-    """In whole steps: let the first gathers run between two calls. What they fill is held
-    meanwhile."""
+    """In whole steps over gloo: let the first gathers run between two calls. What they fill is
+    held meanwhile."""
 
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
@@ -112,13 +130,18 @@ class GatherAhead(Pass):
             return Notes()
         updates = last_updates(graph)
         order = {node: i for i, node in enumerate(graph.graph.nodes)}
-        started = 0
-        for transfer in reversed(first_transfers(graph)):
+        found: list[tuple[Ahead, list[fx.Node]]] = []
+        for transfer in first_transfers(graph):
+            if transfer.launch.target is not collectives.gather:
+                continue
             shards = shards_of(transfer)
             keys = {graph.inputs[s] for s in shards if s in graph.inputs}
             if len(keys) != len(shards) or not keys <= updates.keys():
                 continue  # frozen, or made of something else
             after = max((updates[key] for key in keys), key=order.__getitem__)
-            start_ahead(graph, transfer, shards, after)
-            started += 1
-        return Notes(started=started)
+            ahead = take_ahead(graph, transfer, shards)
+            launch_ahead(graph, ahead, transfer, shards, after)
+            found.append((ahead, shards))
+        if found:
+            check_first(graph, found)
+        return Notes(started=len(found))

@@ -117,7 +117,7 @@ class Prefetch(Pass):
     """With `distance`: how many reduces may be in flight; 0 joins each one at once."""
     budget_bytes: int | None = None
     """Most bytes of gathered parameters and unreduced gradients at once. The default is what
-    gathers one bucket ahead of their use would hold."""
+    gathers two buckets ahead of their use, and two reduces in flight, would hold."""
 
     keep: bool = True
     """Let backward read what forward gathered where that fits the budget and is faster: between

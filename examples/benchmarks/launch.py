@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import IO, Any
 
 import psutil
@@ -22,6 +23,8 @@ from examples.benchmarks.workload import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 TAIL_LINES = 40
+PREFIX = "fxzero-benchmark-"
+"""Of the folder of a run, before the number of the process that made it."""
 
 RankResults = list[dict[str, Any]]
 
@@ -30,9 +33,18 @@ class RunError(RuntimeError):
     """A contender did not finish; the message says which, on which rank, and why."""
 
 
+def sweep() -> None:
+    """Delete what runs left behind that were killed."""
+    for folder in Path(gettempdir()).glob(f"{PREFIX}*-*"):
+        owner = folder.name.removeprefix(PREFIX).partition("-")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def launch(job: Job, ranks: int) -> RankResults:
     """Run `job` on `ranks` processes, on two hosts if it has a link; return what each measured."""
-    with TemporaryDirectory(prefix="fxzero-benchmark-") as name:
+    sweep()
+    with TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as name:
         folder = Path(name)
         job.write(folder / "job.json")
         try:

@@ -14,6 +14,12 @@ from fxzero.graph.stamps import stamp_of
 from tests.stepping import EAGER, chain_of, step_graph
 
 
+@pytest.fixture(autouse=True)
+def over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that exist only in name are lowered as gloo's would be."""
+    monkeypatch.setattr("fxzero.passes.lower_transfers.backend_of", lambda *_: "gloo")
+
+
 def names(graph: StepGraph, role: Role) -> list[str]:
     """Layers of the nodes of a role, in launch order."""
     return [stamp_of(node).layer for node in graph.nodes(role=role)]
