@@ -1,9 +1,9 @@
 """Seconds until a deep model's first gradients: fxzero next to plain torch.compile.
 
-    python examples/benchmarks/compile_time.py --depths 12,48 --json compile_time.json
+    python examples/benchmarks/compile_time.py --depths 12,48,96 --json compile_time.json
 
-Each figure is the first forward and backward of fresh processes with an empty compile
-cache. Equal layers are one compilation for fxzero, so depth should cost it little.
+Each figure is the first forward and backward of fresh processes, with an empty compile cache
+(cold) and with what such a run has left there (warm). Equal layers are one compilation for fxzero, so depth should cost it little.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # examples is not installed
 
 from examples.benchmarks import options
-from examples.benchmarks.launch import RunError, launch_in_turns
+from examples.benchmarks.launch import RunError, launch_cold_and_warm
 from examples.benchmarks.report import compile_row, conditions, table, write_json
 from examples.benchmarks.workload import Job
 
@@ -34,8 +34,9 @@ def parse_depths(text: str) -> list[int]:
 
 def render(rows: Sequence[dict[str, Any]], reference: str) -> str:
     """Show the rows as a table, with ratios to the reference at the same depth."""
-    base_s = {row["layers"]: row["first_backward_s"] for row in rows if row["name"] == reference}
-    header = ["contender", "zero", "layers", "median s", "min", "max", "time ratio", "peak MB"]
+    base = {row["layers"]: row for row in rows if row["name"] == reference}
+    header = ["contender", "zero", "layers", "cold s", "min", "max", "time ratio"]
+    header += ["warm s", "warm ratio", "peak MB"]
     lines = [
         [
             row["name"],
@@ -44,7 +45,9 @@ def render(rows: Sequence[dict[str, Any]], reference: str) -> str:
             f"{row['first_backward_s']:.1f}",
             f"{row['min_s']:.1f}",
             f"{row['max_s']:.1f}",
-            f"{row['first_backward_s'] / base_s[row['layers']]:.3f}",
+            f"{row['first_backward_s'] / base[row['layers']]['first_backward_s']:.3f}",
+            f"{row['warm_s']:.1f}",
+            f"{row['warm_s'] / base[row['layers']]['warm_s']:.3f}",
             f"{row['peak_with_compile_bytes'] / 1e6:.1f}",
         ]
         for row in rows
@@ -60,7 +63,7 @@ def main(
     json_path: Annotated[Path, typer.Option("--json", help="Where to write the figures.")],
     peers: Annotated[str, typer.Option(help="Whom to compare with, by comma.")] = "inductor",
     doors: Annotated[str, typer.Option(help="fxzero's own contenders; may be empty.")] = "fxzero",
-    depths: Annotated[str, typer.Option(help="Transformer blocks, by comma.")] = "12,48",
+    depths: Annotated[str, typer.Option(help="Transformer blocks, by comma.")] = "12,48,96",
     zero: Annotated[int, typer.Option(help="ZeRO stage of fxzero.", min=0, max=3)] = 3,
     fxzero_options: Annotated[str, typer.Option(help="torch.compile options, as JSON.")] = "{}",
     ranks: Annotated[int, typer.Option(help="Processes.", min=1)] = 2,
@@ -91,17 +94,17 @@ def main(
     ]
     facts = conditions("compile_time.py", job, ranks)
     try:
-        results = launch_in_turns(jobs, ranks, repeat)
+        cold, warm = launch_cold_and_warm(jobs, ranks, repeat)
     except RunError as error:
         raise SystemExit(str(error)) from None
-    rows = [compile_row(*pair) for pair in zip(jobs, results, strict=True)]
+    rows = [compile_row(*measured) for measured in zip(jobs, cold, warm, strict=True)]
     facts |= {
         "layers": sorted({row["layers"] for row in rows}),
         "fxzero_options": job.fxzero_options,
         "repeat": repeat,
-        "memory": f"above the imports, largest rank; {results[0][0][0]['memory_method']}",
+        "memory": f"above the imports, largest rank; {cold[0][0][0]['memory_method']}",
         "first_backward_s": "first forward and backward, slowest rank, imports not counted",
-        "compile_cache": "empty at the start of each run",
+        "compile_cache": "empty at the start of each run; for warm_s, left by such a run",
     }
     write_json(json_path, facts, rows)
     print(render(rows, reference))

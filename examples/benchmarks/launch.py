@@ -41,14 +41,18 @@ def sweep() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def launch(job: Job, ranks: int) -> RankResults:
-    """Run `job` on `ranks` processes, on two hosts if it has a link; return what each measured."""
+def launch(job: Job, ranks: int, caches: Path | None = None) -> RankResults:
+    """Run `job` on `ranks` processes, on two hosts if it has a link; return what each measured.
+
+    Args:
+        caches: where compilers keep what they compiled; an empty folder by default.
+    """
     sweep()
     with TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as name:
         folder = Path(name)
         job.write(folder / "job.json")
         try:
-            exit_code = _torchrun(job, ranks, folder)
+            exit_code = _torchrun(job, ranks, folder, caches or folder)
         except psutil.TimeoutExpired:
             what = f"passed its limit of {job.timeout_s:g} s"
             raise RunError(_explain(job, folder, what)) from None
@@ -70,13 +74,31 @@ def launch_in_turns(jobs: Sequence[Job], ranks: int, repeat: int) -> list[list[R
     return results
 
 
-def _torchrun(job: Job, ranks: int, folder: Path) -> int:
+def launch_cold_and_warm(
+    jobs: Sequence[Job], ranks: int, repeat: int
+) -> tuple[list[list[RankResults]], list[list[RankResults]]]:
+    """Launch every job with empty caches and then with full ones, in an order that rotates."""
+    cold: list[list[RankResults]] = [[] for _ in jobs]
+    warm: list[list[RankResults]] = [[] for _ in jobs]
+    for turn in range(repeat):
+        for offset in range(len(jobs)):
+            index = (turn + offset) % len(jobs)
+            with TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as name:
+                cold[index].append(launch(jobs[index], ranks, Path(name)))
+                warm[index].append(launch(jobs[index], ranks, Path(name)))
+            what = f"{jobs[index].contender}, {jobs[index].workload.config.num_layers} layers"
+            print(f"repeat {turn + 1} of {repeat}: {what}: done", file=sys.stderr)
+    return cold, warm
+
+
+def _torchrun(job: Job, ranks: int, folder: Path, caches: Path) -> int:
     """Start torchrun, on each host, from the repository root: `examples` is importable there."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(job.threads),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "FXZERO_CACHE_DIR": str(caches / "fxzero"),
     }
     with (folder / "torchrun.log").open("w") as log:
         if job.link is None:

@@ -49,8 +49,11 @@ class Run:
         )
 
 
-def compile_row(job: Job, repeats: Sequence[RankResults]) -> dict[str, Any]:
-    """Aggregate the repeats of one contender at one depth."""
+def compile_row(
+    job: Job, repeats: Sequence[RankResults], warm: Sequence[RankResults]
+) -> dict[str, Any]:
+    """Aggregate the repeats of one contender at one depth, with empty caches and full ones."""
+    warm_s = [max(rank["first_backward_s"] for rank in ranks) for ranks in warm]
     first_s = [max(rank["first_backward_s"] for rank in ranks) for ranks in repeats]
     peaks_bytes = [max(rank["peak_with_compile_bytes"] for rank in ranks) for ranks in repeats]
     return {
@@ -59,6 +62,7 @@ def compile_row(job: Job, repeats: Sequence[RankResults]) -> dict[str, Any]:
         "layers": job.workload.config.num_layers,
         "num_parameters": job.workload.num_parameters(),
         "first_backward_s": median(first_s),
+        "warm_s": median(warm_s),
         "min_s": min(first_s),
         "max_s": max(first_s),
         "peak_with_compile_bytes": median(peaks_bytes),
