@@ -118,10 +118,10 @@ class Prefetch(Pass):
     budget_bytes: int | None = None
     """Most bytes of gathered parameters and unreduced gradients at once. The default is what
     gathers two buckets ahead of their use, and two reduces in flight, would hold."""
-
     keep: bool = True
     """Let backward read what forward gathered where that fits the budget and is faster: between
-    stages 2 and 3, in memory and in traffic. False is stage 3 to the letter."""
+    stages 2 and 3, in memory and in traffic. False is stage 3 to the letter, and so is a
+    `distance`."""
 
     def __post_init__(self) -> None:
         for field in ("distance", "reduce_distance"):
@@ -136,8 +136,8 @@ class Prefetch(Pass):
         settle(graph)  # so that units are the regions that will be
         cut = graph.loss is None
         outline = Outline(graph, ctx.costs, cut=cut)
+        self._warn_of_unused(ctx)
         if self.distance is not None:
-            self._warn_of_unused(ctx)
             problem = outline.problem()
             order = tuple(fixed_order(problem.graph, self.distance, self.reduce_distance))
             found = Found(order, replay(problem.graph, order), f"distance {self.distance}")
@@ -174,7 +174,13 @@ class Prefetch(Pass):
         return Choice(kept, problem, Found(tuple(order), replay(problem.graph, order), "agreed"))
 
     def _warn_of_unused(self, ctx: Context) -> None:
-        if self.budget_bytes is not None:
+        """Say which settings have no effect beside the others."""
+        if self.distance is None and self.reduce_distance != 1:
+            ctx.warnings.append(
+                f"prefetch.reduce_distance={self.reduce_distance} has no effect without "
+                "prefetch.distance: the schedule is made by cost"
+            )
+        if self.distance is not None and self.budget_bytes is not None:
             ctx.warnings.append(
                 f"prefetch.budget_bytes={self.budget_bytes} has no effect beside "
                 f"prefetch.distance={self.distance}"

@@ -3,7 +3,8 @@
     python examples/benchmarks/compile_time.py --depths 12,48,96 --json compile_time.json
 
 Each figure is the first forward and backward of fresh processes, with an empty compile cache
-(cold) and with what such a run has left there (warm). Equal layers are one compilation for fxzero, so depth should cost it little.
+(cold) and with what such a run has left there (warm). Equal layers are one compilation for fxzero,
+so depth should cost it little.
 """
 
 from __future__ import annotations

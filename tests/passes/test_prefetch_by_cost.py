@@ -148,6 +148,15 @@ def test_a_budget_beside_a_distance_has_no_effect() -> None:
     assert "budget_bytes=1073741824 has no effect" in context.warnings[0]
 
 
+def test_a_reduce_distance_alone_has_no_effect() -> None:
+    """And says so."""
+    context = Context(costs=by_mm(1, 1))
+    graph = trace(deep)
+    run(graph, up_to("bucket"))
+    Prefetch(reduce_distance=3).run(graph, context)
+    assert "reduce_distance=3 has no effect without prefetch.distance" in context.warnings[0]
+
+
 def test_backward_starts_nothing_in_forward_where_they_run_apart() -> None:
     """The ordinary loop: forward's graph ends with the loss."""
     graph, _ = scheduled(by_mm(10, 10), keep=False)

@@ -1,0 +1,130 @@
+"""The benchmarks' own machinery: two hosts on one machine, workloads, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from examples.benchmarks import launch, link
+from examples.benchmarks.report import bounds
+from examples.benchmarks.workload import Workload
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def why_no_link() -> str:
+    """What keeps this machine from playing two hosts; empty if nothing does."""
+    try:
+        link.check(2)
+    except link.LinkError as error:
+        return str(error)
+    made = subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False)
+    return made.stderr.decode().strip() if made.returncode else ""
+
+
+needs_link = pytest.mark.skipif(bool(why_no_link()), reason=why_no_link() or "two hosts")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "patch", "message"),
+    [
+        (2, ("sys.platform", "darwin"), "needs Linux's network namespaces; this is darwin"),
+        (2, ("os.geteuid", lambda: 1000), "needs root: run it with sudo"),
+        (2, ("shutil.which", lambda tool: None), "needs ip, tc, .* apt-get install"),
+        (3, None, "--ranks 3 is odd"),
+        (1024, None, "1024 ranks, "),
+    ],
+    ids=["system", "user", "programs", "odd", "cores"],
+)
+def test_machines_that_cannot_play_two_hosts(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, patch: tuple[str, object] | None, message: str
+) -> None:
+    """What is missing, and what to do."""
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("shutil.which", lambda tool: f"/sbin/{tool}")
+    if patch is not None:
+        monkeypatch.setattr(*patch)
+    with pytest.raises(link.LinkError, match=message):
+        link.check(ranks)
+
+
+PARENT = """
+import os, sys, time
+from pathlib import Path
+from examples.benchmarks import link
+
+shell = "ip -o address show | grep -c 10.253; exec sleep 100"
+hosts = link.start(
+    [["sh", "-c", shell]] * 2, "1gbit", [[0], [0]],
+    environment=os.environ, folder=Path.cwd(), log=sys.stdout,
+)
+print("hosts", *(host.pid for host in hosts), flush=True)
+time.sleep(100)
+"""
+
+
+@needs_link
+def test_nothing_is_left_when_the_benchmark_is_killed() -> None:
+    """Hosts end with the process that made them, and their link with them."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    lines: list[str] = []
+    while sum(line.strip() == "1" for line in lines) < 2 or not any("hosts" in x for x in lines):
+        line = parent.stdout.readline()
+        assert line, lines
+        lines.append(line)
+    pids = [int(pid) for line in lines if "hosts" in line for pid in line.split()[1:]]
+    family = [p for pid in pids for p in [psutil.Process(pid), *psutil.Process(pid).children(True)]]
+    assert len(family) >= 4
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    shown = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True)
+    assert "bench0" not in shown.stdout
+
+
+def test_folders_of_killed_runs_are_swept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of living processes stay."""
+    monkeypatch.setattr(launch, "gettempdir", lambda: str(tmp_path))
+    ended = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    for owner in (ended, str(os.getpid())):
+        (tmp_path / f"{launch.PREFIX}{owner}-x").mkdir()
+    time.sleep(0.1)
+    launch.sweep()
+    assert [f.name for f in tmp_path.iterdir()] == [f"{launch.PREFIX}{os.getpid()}-x"]
+
+
+def test_a_workload_is_a_model_of_hydras_group() -> None:
+    """Chosen and overridden as in training."""
+    settings = Workload.settings(["model=gpt_tiny", "model.num_layers=3"])
+    workload = Workload(model=settings, batch=2, dtype="fp32", device="cpu")
+    assert (workload.config.num_layers, workload.config.hidden) == (3, 128)
+    assert workload.with_layers(5).config.num_layers == 5
+    tokens, targets = workload.sample(0, 0)
+    assert list(tokens.shape) == [2, workload.config.block_size]
+    assert bool((targets[:, :-1] == tokens[:, 1:]).all())
+
+
+def test_the_bound_is_the_larger_one() -> None:
+    """Compute alone, or what is sent over what the link carries."""
+    row = {"sent_bytes_per_step": 100.0, "num_parameter_bytes": 80, "median_ms": 1.0}
+    found = bounds([row], {"median_ms": 700.0}, [{"bytes_per_s": [100.0, 50.0, 200.0]}], 2)
+    assert found["traffic_ms"] == 1000.0
+    assert found["zero3_traffic_ms"] == 1200.0
+    assert found["bound_ms"] == 1000.0
