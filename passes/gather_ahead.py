@@ -19,12 +19,16 @@ import torch
 from torch import fx
 
 from fxzero._compat import resolve_process_group
+from fxzero.cost.model import message_of
 from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import Transfer
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.runtime import collectives
 from fxzero.runtime.ahead import Ahead, Check, Launch, Take
+
+HIDDEN = 2.0
+"""How much longer than the host's part of it a transfer must be to be worth starting ahead."""
 
 
 def first_transfers(graph: StepGraph) -> list[Transfer]:
@@ -134,6 +138,9 @@ class GatherAhead(Pass):
         for transfer in first_transfers(graph):
             if transfer.launch.target is not collectives.gather:
                 continue
+            cost = ctx.costs.transfer(message_of(graph, transfer))
+            if cost.wire_us < HIDDEN * cost.host_us:
+                continue  # the host moves the bytes itself: nothing would be hidden
             shards = shards_of(transfer)
             keys = {graph.inputs[s] for s in shards if s in graph.inputs}
             if len(keys) != len(shards) or not keys <= updates.keys():

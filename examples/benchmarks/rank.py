@@ -38,6 +38,7 @@ def start(meter: PeakMeter) -> int:
 def measure_steps(job: Job, meter: PeakMeter) -> dict[str, Any]:
     """Time whole training steps; the first one compiles, the last warm-up one settles memory."""
     baseline_bytes = start(meter)
+    compilations = observe() if job.simulate else []
     training = build(job)
     seconds, losses = [], []
     compile_peak_bytes = 0
@@ -60,6 +61,37 @@ def measure_steps(job: Job, meter: PeakMeter) -> dict[str, Any]:
         "peak_bytes": steady_peak_bytes - baseline_bytes,
         "peak_with_compile_bytes": max(compile_peak_bytes, steady_peak_bytes) - baseline_bytes,
         **traffic(training.model, job),
+        **(simulated(compilations) if compilations else {}),
+    }
+
+
+def observe() -> list[Any]:
+    """Collect fxzero's compilations from here on, graphs included."""
+    from fxzero import backend
+
+    found: list[Any] = []
+
+    def keep(compilation: Any) -> None:
+        compilation.keep_graphs = True
+        found.append(compilation)
+
+    backend.observers.append(keep)
+    return found
+
+
+def simulated(compilations: list[Any]) -> dict[str, Any]:
+    """What the simulators say of a whole step, by the costs that it was scheduled with."""
+    from fxzero.schedule.memory import simulate_memory
+    from fxzero.schedule.simulate import simulate
+
+    (compilation,) = [c for c in compilations if c.joint is not None]
+    found = simulate(compilation.joint, compilation.context.costs, fuses=True)
+    memory = simulate_memory(compilation.joint, fuses=True)
+    return {
+        "simulated_ms": found.makespan_us / 1e3,
+        "simulated_exposed_ms": found.exposed_us / 1e3,
+        "simulated_peak_bytes": memory.peak_bytes,
+        "costs": compilation.context.costs.name,
     }
 
 

@@ -35,6 +35,8 @@ class Run:
     peak_with_compile_bytes: int
     sent_bytes_per_step: float | None
     """What each rank sends, where the contender says it."""
+    simulated: Mapping[str, Any]
+    """What the simulators say, where they were asked."""
 
     @classmethod
     def merge(cls, ranks: RankResults) -> Run:
@@ -46,6 +48,11 @@ class Run:
             peak_bytes=max(r["peak_bytes"] for r in ranks),
             peak_with_compile_bytes=max(r["peak_with_compile_bytes"] for r in ranks),
             sent_bytes_per_step=ranks[0].get("sent_bytes_per_step"),
+            simulated={
+                key: value
+                for key, value in ranks[0].items()
+                if key.startswith("simulated") or key == "costs"
+            },
         )
 
 
@@ -85,6 +92,7 @@ def step_row(job: Job, runs: Sequence[Run], reference: Run) -> dict[str, Any]:
         "sent_bytes_per_step": runs[-1].sent_bytes_per_step,
         "final_loss": runs[-1].losses[-1],
         "max_loss_difference": max(loss_difference(run, reference) for run in runs),
+        "simulated_per_repeat": [dict(run.simulated) for run in runs if run.simulated],
         "step_ms_per_repeat": [run.step_ms for run in runs],
         "peak_bytes_per_repeat": [run.peak_bytes for run in runs],
     }

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -53,6 +54,16 @@ def render(rows: Sequence[dict[str, Any]], reference: str) -> str:
         for row in rows
     ]
     return f"{table(header, lines)}\nratios are to {reference}"
+
+
+def print_simulated(row: dict[str, Any]) -> None:
+    """Hold what was simulated against what was measured."""
+    for found, step_ms in zip(row["simulated_per_repeat"], row["step_ms_per_repeat"], strict=False):
+        measured_ms = median(step_ms)
+        print(
+            f"{row['name']}: simulated {found['simulated_ms']:.0f} ms, measured {measured_ms:.0f}: "
+            f"{found['simulated_ms'] / measured_ms:.3f} ({found['costs']})"
+        )
 
 
 def render_bounds(found: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
@@ -93,6 +104,9 @@ def main(
     ] = None,
     dtype: Annotated[options.Dtype, typer.Option(help="Of everything.")] = options.Dtype.fp32,
     device: Annotated[options.Device, typer.Option(help="CPU or GPU.")] = options.Device.cpu,
+    simulate: Annotated[
+        bool, typer.Option(help="Say what the simulators make of fxzero-step; holds its graphs.")
+    ] = False,
     timeout_s: Annotated[float, typer.Option(help="Limit of one run, in seconds.")] = 900.0,
 ) -> None:
     """Measure step time and peak memory of fxzero and its peers, in turns."""
@@ -109,11 +123,14 @@ def main(
         warmup=warmup,
         steps=steps,
         threads=threads,
+        simulate=simulate,
         link=rate.value if rate is not None else None,
         timeout_s=timeout_s,
     )
     facts = conditions("step_time.py", job, ranks)
-    jobs = [replace(job, contender=name) for name in names]
+    jobs = [
+        replace(job, contender=name, simulate=simulate and name == "fxzero-step") for name in names
+    ]
     try:
         results = launch_in_turns(jobs, ranks, repeat)
         speed = launch(replace(job, measure="traffic"), ranks) if rate is not None else None
@@ -139,6 +156,8 @@ def main(
         facts["bounds"] = bounds(rows, rows[names.index("alone")], speed, ranks)
     write_json(json_path, facts, rows)
     print(render(rows, reference))
+    for row in rows:
+        print_simulated(row)
     if speed is not None:
         print(render_bounds(facts["bounds"], rows))
 

@@ -100,6 +100,8 @@ class Job:
     threads: int = 1
     link: str | None = None
     """Rate of the link between two hosts, as `link.RATES` names it; None for one machine."""
+    simulate: bool = False
+    """Also simulate what fxzero compiled, which keeps its graphs in memory."""
     timeout_s: float = 900.0
 
     def write(self, path: Path) -> None:

@@ -11,13 +11,28 @@ from torch import nn
 from fxzero.config import Config
 from fxzero.graph import Role, StepGraph
 from fxzero.graph.stamps import stamp_of
-from tests.stepping import EAGER, chain_of, step_graph
+from tests import stepping
+from tests.stepping import EAGER, chain_of
 
 
 @pytest.fixture(autouse=True)
 def over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that exist only in name are lowered as gloo's would be."""
     monkeypatch.setattr("fxzero.passes.lower_transfers.backend_of", lambda *_: "gloo")
+
+
+def test_a_host_that_moves_the_bytes_itself_starts_nothing() -> None:
+    """Two ranks on one machine: there is nothing to hide, and memory to save."""
+    options = {**EAGER, "cost": {"cluster": "laptop"}}
+    assert names(step_graph(chain_of(4, 1024), options=options), Role.AHEAD) == []
+
+
+SLOW_LINK = {**EAGER, "cost": {"cluster": "pair_1gbit"}}
+
+
+def step_graph(build: Any, **settings: Any) -> StepGraph:
+    """A scheduled step over a link that is worth hiding."""
+    return stepping.step_graph(build, **{"options": SLOW_LINK, **settings})
 
 
 def names(graph: StepGraph, role: Role) -> list[str]:
@@ -48,7 +63,7 @@ def test_under_clipping_their_updates_go_first() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"options": {**EAGER, "gather_ahead": {"enabled": False}}}, {"zero": 0}],
+    [{"options": {**SLOW_LINK, "gather_ahead": {"enabled": False}}}, {"zero": 0}],
 )
 def test_nothing_to_start(settings: dict[str, Any]) -> None:
     """Switched off, or nothing is gathered."""
