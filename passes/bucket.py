@@ -94,10 +94,16 @@ def least_bytes(costs: CostModel, kind: Collective, size: int) -> int:
     return int(small * (1 - LATENCY_SHARE) / LATENCY_SHARE / us_per_byte)
 
 
-def default_cap(transfers: list[Transfer]) -> int:
-    """The cap on the devices that the transfers run on."""
-    on_cpu = all(t.tensors[0].meta["val"].device.type == "cpu" for t in transfers)
-    return (8 << 20) if on_cpu else (256 << 20)
+def default_cap(transfers: list[Transfer], costs: CostModel, message: Message) -> int:
+    """The cap on the devices that the transfers run on, and for what their transfers cost.
+
+    On CPU buckets are small, and smaller still where the host moves the bytes itself: nothing
+    can be hidden there, so that less in flight is all there is to win.
+    """
+    if any(t.tensors[0].meta["val"].device.type != "cpu" for t in transfers):
+        return 256 << 20
+    cost = costs.transfer(replace(message, num_bytes=8 << 20))
+    return (8 << 20) if cost.is_worth_hiding else (4 << 20)
 
 
 def merge(graph: StepGraph, transfers: list[Transfer], name: str) -> None:
@@ -196,7 +202,8 @@ class Bucket(Pass):
 
     cap_bytes: int | None = None
     """Most bytes of full tensors in one bucket. A larger parameter has its own. The default is
-    256 MiB, and 8 MiB on CPU: gloo loses nothing by small messages, and less is in flight."""
+    256 MiB, and on CPU, where gloo loses nothing by small messages, 8 MiB, or 4 MiB where the
+    host moves the bytes itself and nothing can be hidden."""
 
     min_bytes: int | None = None
     """A bucket below this travels with a neighbour. The default is where latency is a tenth of a
@@ -208,11 +215,11 @@ class Bucket(Pass):
         if self.min_bytes is not None and self.min_bytes < 0:
             raise ConfigError(f"bucket.min_bytes={self.min_bytes} must be 0 or more")
 
-    def _least(self, graph: StepGraph, ctx: Context, chosen: list[Transfer], cap: int) -> int:
+    def _least(self, costs: CostModel, message: Message, cap_bytes: int) -> int:
+        """Below how many bytes a bucket travels with a neighbour."""
         if self.min_bytes is not None:
             return self.min_bytes
-        message = message_of(graph, chosen[0])
-        return min(least_bytes(ctx.costs, message.kind, message.size), cap // 4)
+        return min(least_bytes(costs, message.kind, message.size), cap_bytes // 4)
 
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
@@ -231,8 +238,9 @@ class Bucket(Pass):
                         for t in graph.transfers(segment=segment, name=lane.value)
                         if (t.launch.target, t.launch.args[1:]) == target
                     ]
-                    cap = self.cap_bytes or default_cap(chosen)
-                    least = self._least(graph, ctx, chosen, cap)
+                    message = message_of(graph, chosen[0])
+                    cap = self.cap_bytes or default_cap(chosen, ctx.costs, message)
+                    least = self._least(ctx.costs, message, cap)
                     for members in group(chosen, cap, least):
                         name = f"{lane.value}.{segment.phase.value}.{made}"
                         merge(graph, members, name)

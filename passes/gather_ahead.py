@@ -27,9 +27,6 @@ from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.runtime import collectives
 from fxzero.runtime.ahead import Ahead, Check, Launch, Take
 
-HIDDEN = 2.0
-"""How much longer than the host's part of it a transfer must be to be worth starting ahead."""
-
 
 def first_transfers(graph: StepGraph) -> list[Transfer]:
     """The gathers that are launched before any compute."""
@@ -139,8 +136,8 @@ class GatherAhead(Pass):
             if transfer.launch.target is not collectives.gather:
                 continue
             cost = ctx.costs.transfer(message_of(graph, transfer))
-            if cost.wire_us < HIDDEN * cost.host_us:
-                continue  # the host moves the bytes itself: nothing would be hidden
+            if not cost.is_worth_hiding:
+                continue
             shards = shards_of(transfer)
             keys = {graph.inputs[s] for s in shards if s in graph.inputs}
             if len(keys) != len(shards) or not keys <= updates.keys():

@@ -44,6 +44,12 @@ class TransferCost:
     """What it takes away from compute on the same device: the overhead o of LogGP
     (Alexandrov et al. 1995), and a processor's time per byte where it moves the bytes itself."""
 
+    @property
+    def is_worth_hiding(self) -> bool:
+        """Whether compute can go on for most of its time. A host that moves the bytes itself
+        wins nothing by an early start."""
+        return self.wire_us >= 2 * self.host_us
+
 
 class CostModel(Protocol):
     """How long things take. Equal on all ranks: decisions are made by it."""

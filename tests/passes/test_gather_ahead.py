@@ -24,7 +24,8 @@ def over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_host_that_moves_the_bytes_itself_starts_nothing() -> None:
     """Two ranks on one machine: there is nothing to hide, and memory to save."""
     options = {**EAGER, "cost": {"cluster": "laptop"}}
-    assert names(step_graph(chain_of(4, 1024), options=options), Role.AHEAD) == []
+    graph = step_graph(chain_of(4, 1024), options=options, world_size=2)
+    assert names(graph, Role.AHEAD) == []
 
 
 SLOW_LINK = {**EAGER, "cost": {"cluster": "pair_1gbit"}}
