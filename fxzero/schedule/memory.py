@@ -274,7 +274,7 @@ class _Walk:
         if is_view(source):
             self._own(node, list(storages))  # a part of a split: all of them look at one memory
             return
-        chosen = storages[position : position + 1] if isinstance(position, int) else storages  # type: ignore[operator]
+        chosen = storages[position : position + 1] if isinstance(position, int) else storages
         self._own(node, list(chosen))
 
     def _launch(self, node: fx.Node) -> None:

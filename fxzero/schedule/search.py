@@ -157,6 +157,7 @@ def fixed_order(graph: TaskGraph, distance: int, reduce_distance: int) -> list[i
     order: list[int] = []
     issued: set[int] = set()
     in_flight: list[int] = []
+    reduces = [i for i, task in enumerate(tasks) if task.lane is Lane.REDUCE]
     first_use = {
         i: min(graph.followers[i], default=len(tasks))
         for i, task in enumerate(tasks)
@@ -190,7 +191,6 @@ def fixed_order(graph: TaskGraph, distance: int, reduce_distance: int) -> list[i
             reduces = [i for i in reduces if i not in issued]
             join(reduce_distance)
 
-    reduces = [i for i, task in enumerate(tasks) if task.lane is Lane.REDUCE]
     needed = 0
     for index, task in enumerate(tasks):
         if task.is_transfer or index in issued:
