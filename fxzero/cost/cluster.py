@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from fxzero.errors import ConfigError, nearest
 
@@ -91,6 +90,8 @@ def load_cluster(name: str) -> ClusterSpec:
     Raises:
         ConfigError: there is none of that name, or a key is missing, unknown or no number.
     """
+    from omegaconf import OmegaConf  # not loaded by importing fxzero
+
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
         if not path.is_file():
