@@ -122,9 +122,8 @@ class _Emitter:
         spec = self.graph.specs[key]
         tensor = self.layout.optimizer.state[self.layout.parameters[key]][name]
         shape = spec.local_shape if tensor.shape == self.layout.parameters[key].shape else ()
-        assert self.graph.fake_mode is not None
-        with self.graph.fake_mode:
-            value = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        like = {"dtype": tensor.dtype, "device": tensor.device}
+        value = self.graph.value_of(torch.empty, (shape,), like)
         label = f"{name}_{spec.name.replace('.', '_')}"
         return self.graph.input(label, value, ("state", key, name))
 

@@ -6,6 +6,7 @@ input's storage. The few operators whose schema hides an alias are named here.
 
 from __future__ import annotations
 
+import functools
 import operator
 
 import torch
@@ -34,6 +35,7 @@ def view_base(node: fx.Node) -> fx.Node | None:
     return None
 
 
+@functools.cache
 def _is_view(target: torch._ops.OpOverload) -> bool:
     """Whether a schema annotates a return as an alias that is not written to."""
     return any(

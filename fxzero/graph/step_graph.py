@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from fxzero._compat import fake_mode_of
 from fxzero.graph.stamps import Phase, Role, Segment, Stamp, has_stamp, set_stamp, stamp_of
@@ -157,13 +156,16 @@ class StepGraph:
         segment: Segment | None = None,
     ) -> Iterator[fx.Node]:
         """Nodes in launch order, of one phase, role or segment if asked."""
+        boundary = role in (Role.INPUT, Role.OUTPUT)
         for node in list(self.graph.nodes):
-            if node.op in ("placeholder", "output") and role not in (Role.INPUT, Role.OUTPUT):
+            if not boundary and node.op in ("placeholder", "output"):
                 continue
             stamp = stamp_of(node)
-            if phase not in (None, stamp.phase) or role not in (None, stamp.role):
+            if role is not None and stamp.role is not role:
                 continue
-            if segment in (None, stamp.segment):
+            if phase is not None and stamp.phase is not phase:
+                continue
+            if segment is None or stamp.segment == segment:
                 yield node
 
     def segments(self) -> list[Segment]:
@@ -192,7 +194,7 @@ class StepGraph:
         for key in ("stack_trace", "nn_module_stack"):
             if self._origin is not None and key in self._origin.meta:
                 node.meta[key] = self._origin.meta[key]
-        node.meta["val"] = self._value(target, args, kwargs or {}) if value is None else value
+        node.meta["val"] = self.value_of(target, args, kwargs or {}) if value is None else value
         return node
 
     def input(self, name: str, value: Any, source: tuple[Any, ...]) -> fx.Node:
@@ -225,16 +227,18 @@ class StepGraph:
         finally:
             self._origin = before
 
-    def _value(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def value_of(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The fake value of a call: run on fake tensors, once for equal arguments."""
+        runs_as_is = target is operator.getitem or self.fake_mode is None
+        key = None if runs_as_is else (target, _value_key((args, kwargs)))
+        if key is not None and key in self._values:
+            return self._values[key]
         fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        if target is operator.getitem or self.fake_mode is None:
+        if self.fake_mode is None or key is None:
             return target(*fake_args, **fake_kwargs)
-        key = (target, _value_key((fake_args, fake_kwargs)))
-        if key not in self._values:
-            with self.fake_mode, torch.no_grad():
-                self._values[key] = target(*fake_args, **fake_kwargs)
-        return self._values[key]
+        with self.fake_mode, torch.no_grad():
+            value = self._values[key] = target(*fake_args, **fake_kwargs)
+        return value
 
     def transfers(
         self, *, phase: Phase | None = None, name: str = "", segment: Segment | None = None
@@ -271,14 +275,18 @@ def _transfer(launch: fx.Node) -> Transfer:
     )
 
 
-def _value_key(arguments: Any) -> str:
+def _value_key(argument: Any) -> Any:
     """Equal for arguments of equal shapes, strides, dtypes and devices."""
-    described = pytree.tree_map_only(
-        torch.Tensor,
-        lambda t: (str(tuple(t.shape)), str(t.stride()), t.dtype, t.device),
-        arguments,
-    )
-    return repr(described)
+    if isinstance(argument, fx.Node):
+        return _value_key(argument.meta["val"])
+    if isinstance(argument, torch.Tensor):
+        # Sizes may be symbols, which do not hash: their text stands for them.
+        return (str(argument.shape), str(argument.stride()), argument.dtype, argument.device)
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_value_key, argument))
+    if isinstance(argument, dict):
+        return tuple((name, _value_key(value)) for name, value in argument.items())
+    return repr(argument)
 
 
 def _closure(
