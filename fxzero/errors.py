@@ -4,6 +4,7 @@
     ├── ConfigError         (ValueError)    an option that does not exist or cannot hold
     ├── ShardingError       (ValueError)    a model, parameter or mesh that cannot be sharded
     ├── BatchError          (ValueError)    a batch that does not fit the step
+    ├── KernelError         (ValueError)    an argument that a kernel does not take
     ├── CaptureError        (RuntimeError)  a model whose step graph fxzero cannot read
     ├── PassError           (RuntimeError)  a pass that was asked for something it cannot do
     │   └── ContractError                   passes in an order that their contracts forbid
@@ -31,6 +32,10 @@ class ConfigError(FxZeroError, ValueError):
 
 class ShardingError(FxZeroError, ValueError):
     """A model, a parameter or a mesh that `fxzero.shard` cannot work with."""
+
+
+class KernelError(FxZeroError, ValueError):
+    """An argument of a dtype, device, shape or stride that a kernel does not take."""
 
 
 class CaptureError(FxZeroError, RuntimeError):

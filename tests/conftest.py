@@ -6,11 +6,28 @@ in the order of their worlds, so that each pool of processes is started once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton decides when its functions are defined, its own included, whether they will be
+    # interpreted: before anything else imports it. Whether CPU tensors go to kernels is decided
+    # by the same variable when they are called: only in tests/kernels, whose fixture sets it.
+    os.environ["TRITON_INTERPRET"] = "1"
+    import fxzero.kernels  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]
 
 from tests.parity.harness import Pools
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Warnings of fxzero are errors. Not in pyproject.toml: pytest would import fxzero for it
+    before this file."""
+    config.addinivalue_line("filterwarnings", "error::fxzero.errors.FxZeroWarning")
 
 
 @pytest.fixture(scope="session")

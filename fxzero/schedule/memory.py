@@ -8,6 +8,7 @@ besides the values of nodes:
     exchange     on gloo, the other ranks' rows, from the launch to the wait; what was sent until
                  then
     region       its temporaries while it runs: buffers that fusion leaves in memory
+    operator     what it says that it allocates: see `fxzero.cost.workspace`
     inputs       parameters, optimizer state and the batch live throughout
 
 Caching allocators, code and library buffers are not counted.
@@ -26,6 +27,7 @@ import torch
 from torch import fx
 
 from fxzero.cost.analytic import flops_of
+from fxzero.cost.workspace import workspace_bytes
 from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import num_bytes
@@ -206,6 +208,8 @@ class _Walk:
             count = values if isinstance(values, (list, tuple)) else (values,)
             kind = self.kind_of(node) if node.op == "call_function" else Kind.INPUTS
             self._own(node, [self.make(node, tensor_bytes(value), kind) for value in count])
+            self.look(node.name, workspace_bytes(node))
+            return
         self.look(node.name)
 
     def _run_group(self, group: list[fx.Node]) -> None:
@@ -423,7 +427,7 @@ def region_bytes(run: Sequence[fx.Node]) -> int:
             held += amount
             if node not in outside:
                 ending[last_read(node)] += amount
-        peak = max(peak, held)
+        peak = max(peak, held + workspace_bytes(node))
         held -= ending.pop(i, 0)
     return peak
 

@@ -1,0 +1,16 @@
+"""Where kernels run in these tests: on the GPU if there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.checking import DEVICE
+
+
+@pytest.fixture(autouse=True)
+def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors go to the Triton kernels here, and only here."""
+    if DEVICE == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    torch.manual_seed(0)
