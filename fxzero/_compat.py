@@ -408,8 +408,18 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     vars(optimizer)["_opt_called"] = True
 
 
+def interpreted(module: fx.GraphModule) -> Callable[..., Any]:
+    """A module as a function that hands its nodes' provenance on to what is traced of them."""
+
+    def run(*args: Any) -> Any:
+        with fx.traceback.preserve_node_meta():
+            return fx.Interpreter(module).run(*args)
+
+    return run
+
+
 def trace_joint(
-    module: fx.GraphModule,
+    function: Callable[..., Any],
     inputs: Sequence[Any],
     decompositions: dict[Any, Callable[..., Any]],
     joint: bool,
@@ -424,18 +434,40 @@ def trace_joint(
     """
     from torch._functorch.aot_autograd import aot_export_joint_simple
 
-    def run(*args: Any) -> Any:
-        with fx.traceback.preserve_node_meta():
-            return fx.Interpreter(module).run(*args)
-
     with fresh_tracing_context(fake_mode):
         try:
             traced = aot_export_joint_simple(
-                run, tuple(inputs), trace_joint=joint, decompositions=decompositions
+                function, tuple(inputs), trace_joint=joint, decompositions=decompositions
             )
         except RuntimeError:  # a real error comes up again when the whole graph is traced
             return None
     return traced.graph
+
+
+def trace_function(
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    decompositions: dict[Any, Callable[..., Any]],
+    joint: bool,
+    fake_mode: Any,
+) -> fx.Graph | None:
+    """What `trace_joint` returns, traced the way models are: exporting takes more apart."""
+    from torch._functorch.aot_autograd import aot_function
+
+    def take(graph: fx.GraphModule, *_: Any, **__: Any) -> Any:
+        raise _Captured(graph)
+
+    options = {"fw_compiler": take, "bw_compiler": take, "decompositions": decompositions}
+    with fresh_tracing_context(fake_mode), torch.set_grad_enabled(joint):
+        try:
+            aot_function(function, partition_fn=take, **options)(*inputs)
+        except _Captured as captured:
+            graph: fx.Graph = captured.args[0].graph
+            graph.set_codegen(fx.graph.CodeGen())  # inputs one by one, not primals and tangents
+            return graph
+        except RuntimeError:
+            return None
+    return None
 
 
 def tracing_fake_mode() -> Any:

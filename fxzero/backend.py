@@ -216,7 +216,7 @@ def fxzero(
                 "options={'lower_regions': {'backend': 'inductor'}} for fused regions."
             )
         config = Config.from_options(options)
-        context = Context()
+        context = Context(decompositions=decompositions_of(config))
         context.warnings += [
             f"{name} has no effect under torch.compile, where the loop updates parameters. Use "
             "fxzero.compile_step."
@@ -230,7 +230,7 @@ def fxzero(
             observe(compilation)
         with _compat.collecting_only_new_objects():
             inputs, local = take_local_tensors(module, example_inputs)
-            decompositions = decompositions_of(config)
+            decompositions = context.decompositions
             compilation.folds = fold_layers(module, decompositions)
             with compilation.folds:
                 compiled = _compat.aot_compile(

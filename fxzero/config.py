@@ -21,6 +21,7 @@ from fxzero.passes import (
     ClipGrads,
     DrawMasks,
     GatherAhead,
+    LowerKernels,
     LowerRegions,
     LowerTransfers,
     Pass,
@@ -53,6 +54,7 @@ class Config:
     """In whole steps on CUDA: replay the step as one CUDA graph. Not for optimizers that run
     their own ``step()``, nor with `stop_unless_finite`, which waits for the GPU."""
     cost: CostSettings = field(default_factory=CostSettings)
+    lower_kernels: LowerKernels = field(default_factory=LowerKernels)
     recompute: Recompute = field(default_factory=Recompute)
     bucket: Bucket = field(default_factory=Bucket)
     prefetch: Prefetch = field(default_factory=Prefetch)
@@ -74,6 +76,7 @@ class Config:
         """The passes of the whole step graph, in order."""
         return [
             StampNodes(),
+            self.lower_kernels,
             self.recompute,
             ShardParams(),
             ShardGrads(),
@@ -91,6 +94,7 @@ class Config:
         stop = self.stop_unless_finite and not scaled
         return [
             StampNodes(),
+            self.lower_kernels,
             self.recompute,
             Accumulate(micro_batches),
             ShardParams(),

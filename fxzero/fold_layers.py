@@ -273,9 +273,8 @@ def trace_layer(
     joint = torch.is_grad_enabled() and run.output.meta["example_value"].requires_grad
     with fake_mode:  # Dynamo traced in another one
         inputs = [_like(v).requires_grad_(v.requires_grad and joint) for v in examples]
-    traced = _compat.trace_joint(
-        fx.GraphModule(nn.Module(), graph), inputs, decompositions, joint, fake_mode
-    )
+    run_layer = _compat.interpreted(fx.GraphModule(nn.Module(), graph))
+    traced = _compat.trace_joint(run_layer, inputs, decompositions, joint, fake_mode)
     return Layer(traced, run) if traced is not None else None
 
 

@@ -11,6 +11,7 @@ from fxzero.passes.bucket import Bucket
 from fxzero.passes.clip_grads import ClipGrads
 from fxzero.passes.draw_masks import DrawMasks
 from fxzero.passes.gather_ahead import GatherAhead
+from fxzero.passes.lower_kernels import LowerKernels
 from fxzero.passes.lower_regions import LowerRegions
 from fxzero.passes.lower_transfers import LowerTransfers
 from fxzero.passes.prefetch import Prefetch
@@ -23,6 +24,7 @@ from fxzero.passes.update import Update
 
 JOINT: tuple[type[Pass], ...] = (
     StampNodes,
+    LowerKernels,
     Recompute,
     ShardParams,
     ShardGrads,
@@ -31,6 +33,7 @@ JOINT: tuple[type[Pass], ...] = (
 )
 STEP: tuple[type[Pass], ...] = (
     StampNodes,
+    LowerKernels,
     Recompute,
     Accumulate,
     ShardParams,
@@ -55,6 +58,7 @@ __all__ = [
     "DrawMasks",
     "Fact",
     "GatherAhead",
+    "LowerKernels",
     "LowerRegions",
     "LowerTransfers",
     "Notes",

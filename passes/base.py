@@ -7,10 +7,10 @@ its name, its key in the configuration and its test file are one word.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fxzero.cost import AnalyticCosts, CostModel, load_cluster
 from fxzero.graph import StepGraph
@@ -71,6 +71,8 @@ class Context:
     """What updates the parameters, in a whole step."""
     costs: CostModel = field(default_factory=lambda: AnalyticCosts(load_cluster("laptop")))
     """What things take, by which all ranks decide alike."""
+    decompositions: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    """What the capture took apart: patterns are traced as the graph was."""
     warnings: list[str] = field(default_factory=list)
     """Settings that could not take effect; errors under ``strict=True``."""
 

@@ -130,6 +130,18 @@ def bounds(
 def conditions(script: str, job: Job, ranks: int) -> dict[str, Any]:
     """Say what a reader needs to judge the figures, or to repeat them."""
     return {
+        **machine(script, job.workload.device),
+        "backend": "nccl" if job.workload.device == "cuda" else "gloo",
+        "ranks": ranks,
+        "link": job.link,
+        "threads_per_rank": job.threads,
+        **asdict(job.workload),
+    }
+
+
+def machine(script: str, device: str) -> dict[str, Any]:
+    """Say which command ran, when, on what."""
+    return {
         "command": shlex.join(["python", f"examples/benchmarks/{script}", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__,
@@ -137,12 +149,7 @@ def conditions(script: str, job: Job, ranks: int) -> dict[str, Any]:
         "cpu": cpu_model(),
         "num_cores": os.cpu_count(),
         "load_average_at_start": os.getloadavg()[0],
-        "gpu": torch.cuda.get_device_name() if job.workload.device == "cuda" else None,
-        "backend": "nccl" if job.workload.device == "cuda" else "gloo",
-        "ranks": ranks,
-        "link": job.link,
-        "threads_per_rank": job.threads,
-        **asdict(job.workload),
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
     }
 
 

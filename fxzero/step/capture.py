@@ -65,11 +65,12 @@ def compile_graph(
         for position, value in enumerate(example_inputs)
         if isinstance(value, nn.Parameter) and value.requires_grad and id(value) in specs
     }
-    compilation = Compilation(config, plain=plain, context=Context(optimizer=layout))
+    decompositions = decompositions_of(config)
+    context = Context(optimizer=layout, decompositions=decompositions)
+    compilation = Compilation(config, plain=plain, context=context)
     observe(compilation)
     with _compat.collecting_only_new_objects():
         inputs, _ = take_local_tensors(module, example_inputs)
-        decompositions = decompositions_of(config)
         compilation.folds = fold_layers(module, decompositions)
         with compilation.folds:
             joint, num_forward_outputs = _compat.capture_joint(module, inputs, decompositions)
