@@ -11,10 +11,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from examples.benchmarks import launch, link
+from examples.benchmarks import kernels, launch, link
 from examples.benchmarks.report import bounds
 from examples.benchmarks.workload import Workload
+from fxzero.cost.kernel_table import read_table
+from fxzero.kernels.patterns import KERNELS as PATTERNS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -128,3 +131,23 @@ def test_the_bound_is_the_larger_one() -> None:
     assert found["traffic_ms"] == 1000.0
     assert found["zero3_traffic_ms"] == 1200.0
     assert found["bound_ms"] == 1000.0
+
+
+def test_kernels_are_measured_against_what_they_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every case computes the same both ways; its table is one that lower_kernels reads."""
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    torch.manual_seed(0)
+    measured = []
+    for case in kernels.cases("cpu", torch.float32, 256):
+        if case.differentiates:
+            ours, plain = (f(*case.tensors) for f in (case.ours, case.plain))
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+        measured.append(kernels.measure(case, "cpu", 1e9))
+    assert {row["kernel"] for row in measured} >= {*PATTERNS, "adamw", "cast_pack", "unpack"}
+    path = tmp_path / "table.json"
+    kernels.write_table(path, "cpu", measured)
+    table = read_table(str(path))
+    assert table.speedup("rms_norm", torch.float32, 1000) is not None
+    assert table.speedup("rms_norm", torch.float16, 1000) is None
