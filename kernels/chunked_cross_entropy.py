@@ -196,6 +196,12 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _differentiate(ctx, dloss, *_):
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "linear_cross_entropy computes its gradients in the forward pass and can be "
+            "differentiated once. For create_graph=True call softmax_cross_entropy on the logits, "
+            "or switch lower_kernels off."
+        )
     saved = zip(ctx.saved_tensors, ctx.wants, ctx.dtypes, strict=True)
     # dloss may be a loss scale beyond the range of float16.
     grads = ((g * dloss[None]).to(dtype) if wanted else None for g, wanted, dtype in saved)

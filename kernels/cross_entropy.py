@@ -38,9 +38,8 @@ BLOCK = 4096
 
 @triton.jit
 def _forward(
-    x_ptr, target_ptr, loss_ptr, lse_ptr, x_stride, length,
-    ignore_index, smoothing, z_loss,
-    SMOOTHS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, target_ptr, loss_ptr, lse_ptr, x_stride, ignore_index, smoothing, z_loss,
+    LENGTH: tl.constexpr, SMOOTHS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
@@ -48,8 +47,9 @@ def _forward(
     largest = tl.full((), float("-inf"), tl.float32)
     normalizer = tl.zeros((), tl.float32)
     total = tl.zeros((), tl.float32)
-    for start in range(0, length, BLOCK):
-        inside = start + at < length
+    # A constant: of other bounds the interpreter of Triton 3.6 with NumPy 2.4 makes no range.
+    for start in range(0, LENGTH, BLOCK):
+        inside = start + at < LENGTH
         x = tl.load(x_ptr + start + at, mask=inside, other=float("-inf")).to(tl.float32)
         before = largest
         largest = tl.maximum(before, tl.max(x, axis=0))
@@ -60,11 +60,11 @@ def _forward(
             total += tl.sum(tl.where(inside, x, 0.0), axis=0)
     lse = largest + tl.log(normalizer)
     target = tl.load(target_ptr + row)
-    known = (target >= 0) & (target < length)
+    known = (target >= 0) & (target < LENGTH)
     x_target = tl.load(x_ptr + target, mask=known, other=float("nan")).to(tl.float32)
     loss = lse - (1.0 - smoothing) * x_target + z_loss * lse * lse
     if SMOOTHS:
-        loss -= smoothing / length * total
+        loss -= smoothing / LENGTH * total
     tl.store(loss_ptr + row, tl.where(target == ignore_index, 0.0, loss))
     tl.store(lse_ptr + row, lse)
 
@@ -115,7 +115,9 @@ def reduce_loss(loss: Tensor, target: Tensor, ignore_index: int, reduction: str)
         return loss
     if reduction == "sum":
         return loss.sum()
-    return loss.sum() / (target != ignore_index).sum()
+    count = (target != ignore_index).sum()
+    # As in torch, the mean of no rows is NaN and its gradient 0: dividing by 0 would make that NaN.
+    return torch.where(count > 0, loss.sum() / count.clamp(min=1), torch.nan)
 
 
 def loss_and_lse(
@@ -128,8 +130,9 @@ def loss_and_lse(
         length = logits.shape[1]
         block = min(BLOCK, triton.next_power_of_2(length))
         launch(_forward, (len(logits),))(
-            logits, target, loss, lse, logits.stride(0), length, ignore_index, smoothing, z_loss,
-            SMOOTHS=smoothing != 0.0, BLOCK=block, num_warps=8 if block > 1024 else 4,
+            logits, target, loss, lse, logits.stride(0), ignore_index, smoothing, z_loss,
+            LENGTH=length, SMOOTHS=smoothing != 0.0, BLOCK=block,
+            num_warps=8 if block > 1024 else 4,
         )  # fmt: skip
     return loss, lse
 

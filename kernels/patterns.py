@@ -9,7 +9,7 @@ in any order, and casts and shapes are traced as they are found.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from fxzero.kernels.activations import geglu, gelu, swiglu
 from fxzero.kernels.attention import flash_attention
 from fxzero.kernels.chunked_cross_entropy import linear_cross_entropy
 from fxzero.kernels.cross_entropy import softmax_cross_entropy
+from fxzero.kernels.launch import check
 from fxzero.kernels.norms import layer_norm, rms_norm
 from fxzero.kernels.rotary_embedding import rotary
 
@@ -113,6 +114,13 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _our_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Refuses tables that broadcast in another way: of heads, or of another order of dims."""
+    batch, _, length, width = x.shape
+    for table in (cos, sin):
+        check(
+            tuple(table.shape) in ((batch, 1, length, width), (1, 1, length, width)),
+            "rotary", "cos and sin", "[batch or 1, 1, seq, head_dim]", list(table.shape),
+        )  # fmt: skip
     return rotary(x, cos.squeeze(1), sin.squeeze(1))
 
 
@@ -125,8 +133,8 @@ def _cross_entropy(
 
 
 def _smoothing(kept: float) -> float:
-    """Graphs hold one minus the label smoothing: back to the number that was typed."""
-    return round(1.0 - kept, 12)
+    """Graphs hold one minus the label smoothing."""
+    return 1.0 - kept
 
 
 def _wide_cross_entropy(logits: Tensor, target: Tensor, ignore_index: float = IGNORED) -> Tensor:
@@ -161,9 +169,15 @@ def _head_loss(
 
 
 def _head_loss_bias(
-    hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor, ignore_index: float = IGNORED
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    target: Tensor,
+    ignore_index: float = IGNORED,
+    kept: float = 1.0,
 ) -> Tensor:
-    return _cross_entropy(F.linear(hidden, weight, bias).flatten(0, -2), target, ignore_index)
+    logits = F.linear(hidden, weight, bias)
+    return _cross_entropy(logits.flatten(0, -2), target, ignore_index, kept)
 
 
 def _wide_head_loss(
@@ -172,6 +186,62 @@ def _wide_head_loss(
     """transformers: the loss in float32 over logits in 16 bits."""
     logits = F.linear(hidden, weight).float()
     return F.cross_entropy(logits.flatten(0, -2), target, ignore_index=int(ignore_index))
+
+
+def _late_wide_head_loss(
+    hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: float = IGNORED
+) -> Tensor:
+    """nanoGPT under autocast: float32 after the rows are flat."""
+    logits = F.linear(hidden, weight).flatten(0, -2).float()
+    return F.cross_entropy(logits, target, ignore_index=int(ignore_index))
+
+
+def _shifted_head_loss(
+    hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: float = IGNORED
+) -> Tensor:
+    """Every position but the last says the next token."""
+    logits = F.linear(hidden, weight)[..., :-1, :]
+    rows = logits.reshape(-1, logits.shape[-1])
+    return F.cross_entropy(rows, target, ignore_index=int(ignore_index))
+
+
+def _summed_head_loss(
+    hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: float = IGNORED
+) -> Tensor:
+    """To be divided by a number of tokens that the caller knows."""
+    logits = F.linear(hidden, weight).flatten(0, -2)
+    return F.cross_entropy(logits, target, ignore_index=int(ignore_index), reduction="sum")
+
+
+def _summed_wide_head_loss(
+    hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: float = IGNORED
+) -> Tensor:
+    """transformers with `num_items_in_batch`."""
+    logits = F.linear(hidden, weight).float().flatten(0, -2)
+    return F.cross_entropy(logits, target, ignore_index=int(ignore_index), reduction="sum")
+
+
+def _our_shifted_head_loss(
+    hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: float = IGNORED
+) -> Tensor:
+    rows = hidden[..., :-1, :].flatten(0, -2)
+    loss = linear_cross_entropy(rows, weight, target, ignore_index=int(ignore_index))
+    return loss.to(hidden.dtype)
+
+
+def _our_summed_head_loss(
+    hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: float = IGNORED
+) -> Tensor:
+    return _our_summed_wide_head_loss(hidden, weight, target, ignore_index).to(hidden.dtype)
+
+
+def _our_summed_wide_head_loss(
+    hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: float = IGNORED
+) -> Tensor:
+    rows = hidden.flatten(0, -2)
+    return linear_cross_entropy(
+        rows, weight, target, ignore_index=int(ignore_index), reduction="sum"
+    )
 
 
 def _our_head_loss(
@@ -189,12 +259,18 @@ def _our_head_loss(
 
 
 def _our_head_loss_bias(
-    hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor, ignore_index: float = IGNORED
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    target: Tensor,
+    ignore_index: float = IGNORED,
+    kept: float = 1.0,
 ) -> Tensor:
-    rows = hidden.flatten(0, -2)
-    return linear_cross_entropy(rows, weight, target, bias=bias, ignore_index=int(ignore_index)).to(
-        hidden.dtype
-    )
+    loss = linear_cross_entropy(
+        hidden.flatten(0, -2), weight, target, bias=bias,
+        ignore_index=int(ignore_index), label_smoothing=_smoothing(kept),
+    )  # fmt: skip
+    return loss.to(hidden.dtype)
 
 
 def _our_wide_head_loss(
@@ -237,26 +313,32 @@ _smoothed = (*_ignored, ("kept", KEPT))
 _HEAD = (_X, (5, 8), (-6,))
 _HEAD_OF_ROWS = ((6, 8), (5, 8), (-6,))
 
+_HEADS_AND_LOSSES = (
+    (_head_loss, _our_head_loss, _ignored),
+    (_head_loss, _our_head_loss, _smoothed),
+    (_wide_head_loss, _our_wide_head_loss, _ignored),
+    (_late_wide_head_loss, _our_wide_head_loss, _ignored),
+    (_summed_head_loss, _our_summed_head_loss, _ignored),
+    (_summed_wide_head_loss, _our_summed_wide_head_loss, _ignored),
+    (_head_loss_bias, _our_head_loss_bias, _ignored),
+    (_head_loss_bias, _our_head_loss_bias, _smoothed),
+)
+
+
+def _heads() -> Iterator[Idiom]:
+    """Heads with their losses, over sequences and over rows."""
+    kernel = "linear_cross_entropy"
+    for hidden, weight, target in (_HEAD, _HEAD_OF_ROWS):
+        for write, call, numbers in _HEADS_AND_LOSSES:
+            bias = ((weight[0],),) if write is _head_loss_bias else ()
+            yield Idiom(kernel, write, call, (hidden, weight, *bias, target), numbers)
+    shifted = (_X, (5, 8), (-4,))
+    yield Idiom(kernel, _shifted_head_loss, _our_shifted_head_loss, shifted, _ignored)
+
+
 # The widest first: a head with its loss before the loss alone, a gated MLP before its gelu.
 IDIOMS: tuple[Idiom, ...] = (
-    *(
-        idiom
-        for shapes in (_HEAD, _HEAD_OF_ROWS)
-        for idiom in (
-            Idiom("linear_cross_entropy", _head_loss, _our_head_loss, shapes, _ignored),
-            Idiom("linear_cross_entropy", _head_loss, _our_head_loss, shapes, _smoothed),
-            Idiom(
-                "linear_cross_entropy", _wide_head_loss, _our_wide_head_loss, shapes, _ignored
-            ),
-            Idiom(
-                "linear_cross_entropy",
-                _head_loss_bias,
-                _our_head_loss_bias,
-                (*shapes[:2], (5,), shapes[2]),
-                _ignored,
-            ),
-        )
-    ),
+    *_heads(),
     Idiom("softmax_cross_entropy", _cross_entropy, _our_cross_entropy, ((6, 5), (-6,)), _ignored),
     Idiom("softmax_cross_entropy", _cross_entropy, _our_cross_entropy, ((6, 5), (-6,)), _smoothed),
     Idiom("softmax_cross_entropy", _wide_cross_entropy, _our_wide_cross_entropy,

@@ -32,9 +32,17 @@ from fxzero.cost.analytic import value_bytes
 from fxzero.cost.kernel_table import KernelTable, read_table, table_for
 from fxzero.errors import ConfigError, nearest
 from fxzero.graph import Phase, StepGraph
-from fxzero.graph.match import Mapping, Pattern, accumulated_terms, captured, matches
+from fxzero.graph.match import (
+    Allowed,
+    Mapping,
+    Pattern,
+    accumulated_terms,
+    captured,
+    matches,
+)
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.passes.stamp import ancestors
 
 if TYPE_CHECKING:
     from fxzero.kernels.patterns import Idiom
@@ -71,6 +79,7 @@ class _Finder:
         self.has_backward = any(True for _ in graph.nodes(phase=Phase.BACKWARD))
         self.left: list[tuple[str, list[fx.Node]]] = []
         self.exact: dict[object, tuple[Pattern, list[int]] | None] = {}
+        self.calls: dict[object, fx.Graph | None] = {}
         self.index()
 
     def index(self) -> None:
@@ -91,7 +100,7 @@ class _Finder:
                 continue
             begin = min(pattern.calls(), key=lambda n: len(self.by_target.get(n.target, ())))
             candidates = self.by_target.get(begin.target, [])
-            for mapping in matches(pattern, begin, candidates, exact=False):
+            for mapping in matches(pattern, begin, candidates, exact=False, allowed=_in_forward):
                 if any(node._erased for node in mapping.values()):
                     continue
                 numbers = captured(pattern, mapping)
@@ -118,13 +127,25 @@ class _Finder:
                 continue
             output = pattern.outputs()[0]
             assert output is not None
-            for exact in matches(pattern, output, [mapping[written]], exact=True):
+            allowed = _in_its_phase(pattern, len(inputs))
+            for exact in matches(pattern, output, [mapping[written]], exact=True, allowed=allowed):
                 found = _found(idiom, pattern, counts, exact, numbers, differentiated)
                 if found is None:
                     self.leave(idiom, loose, mapping, "read by others")
                 return found
         self.leave(idiom, loose, mapping, "another backward")
         return None
+
+    def call(self, found: _Found) -> fx.Graph | None:
+        """The kernel's call on what an idiom was found with."""
+        values = [node.meta["val"] for node in found.inputs]
+        key = (found.idiom, _key(values), tuple(found.numbers.items()), found.differentiated)
+        if key not in self.calls:
+            self.calls[key] = trace(
+                partial(found.idiom.call, **found.numbers), values, found.differentiated,
+                self.decompositions, self.graph.fake_mode,
+            )  # fmt: skip
+        return self.calls[key]
 
     def leave(self, idiom: Idiom, loose: Pattern, mapping: Mapping, why: str) -> None:
         """Note what looked right and is left alone."""
@@ -155,16 +176,33 @@ class _Finder:
         return self.exact[key] or (None, [])
 
 
+def _in_forward(_: fx.Node, node: fx.Node) -> bool:
+    return stamp_of(node).phase is Phase.FORWARD
+
+
+def _in_its_phase(pattern: Pattern, num_inputs: int) -> Allowed:
+    """Forward is what the output needs, backward what needs its gradient; others may be either."""
+    placeholders = pattern.graph.find_nodes(op="placeholder")
+    (output, *_) = pattern.outputs()
+    forward = ancestors([output] if output is not None else [])
+    backward = _depends_on(placeholders[num_inputs:])
+
+    def allowed(wanted: fx.Node, node: fx.Node) -> bool:
+        phase = stamp_of(node).phase
+        if wanted in forward:
+            return phase is Phase.FORWARD
+        return wanted not in backward or phase is Phase.BACKWARD
+
+    return allowed
+
+
 def _combinations(inputs: list[fx.Node], has_backward: bool) -> list[tuple[bool, ...]]:
-    """Which inputs may have been differentiated: all, all but the first, only the first."""
+    """Which inputs may have been differentiated, those that need most first."""
     floats = [node.meta["val"].dtype.is_floating_point for node in inputs]
-    none = tuple(False for _ in floats)
-    if not has_backward:
-        return [none]
-    first = floats.index(True)
-    all_but_first = tuple(f and i != first for i, f in enumerate(floats))
-    only_first = tuple(f and i == first for i, f in enumerate(floats))
-    return list(dict.fromkeys([tuple(floats), only_first, all_but_first, none]))
+    choices = itertools.product(
+        *((True, False) if f and has_backward else (False,) for f in floats)
+    )
+    return sorted(choices, key=sum, reverse=True)
 
 
 def _key(values: list[Tensor]) -> object:
@@ -196,8 +234,11 @@ def trace(
     def tuple_of(*args: Tensor) -> tuple[Tensor]:
         return (function(*args),)
 
-    with torch.enable_grad():
-        graph = tracer(tuple_of, inputs, decompositions, joint, fake_mode)
+    try:
+        with torch.enable_grad():
+            graph = tracer(tuple_of, inputs, decompositions, joint, fake_mode)
+    except (ValueError, IndexError, TypeError):  # the kernel refuses, or the idiom cannot be this
+        return None
     for node in graph.nodes if graph is not None else ():
         if node.target is _aten._assert_tensor_metadata.default:  # what casts leave when traced
             node.graph.erase_node(node)
@@ -294,15 +335,10 @@ def _additions(term: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
     return chain
 
 
-def _replace(graph: StepGraph, found: _Found, decompositions: dict[Any, Any]) -> str:
-    """Put the kernel in; return why not, or nothing."""
-    values = [node.meta["val"] for node in found.inputs]
-    made = trace(
-        partial(found.idiom.call, **found.numbers), values, found.differentiated,
-        decompositions, graph.fake_mode,
-    )  # fmt: skip
+def _replace(graph: StepGraph, found: _Found, made: fx.Graph | None) -> str:
+    """Put the kernel's call in; return why not, or nothing."""
     if made is None:
-        return "cannot be traced"
+        return "not for its shapes or dtypes"
     new = Pattern(made)
     output, *gradients = new.outputs()
     pairs = [(found.output, output)]
@@ -441,6 +477,8 @@ class LowerKernels(Pass):
         wanted = forced | ({row.kernel for row in table.rows} if table is not None else set())
         if on_cpu and _has_large_product(graph, self.min_logits_bytes):
             wanted.add(_FOR_MEMORY)
+        if _has_symbolic_sizes(graph):
+            return Notes(skipped="symbolic sizes: whether a kernel fits them is not known")
         if not wanted or graph.fake_mode is None:
             return Notes(**({"no_table_for": gpu} if gpu and table is None else {}))
         from fxzero.kernels.patterns import IDIOMS
@@ -450,14 +488,16 @@ class LowerKernels(Pass):
         for idiom in IDIOMS:
             if idiom.kernel not in wanted:
                 continue
+            changed = False
             for found in finder.find(idiom):
                 why_not = self._loses(found, idiom.kernel in forced, table, on_cpu)
-                why_not = why_not or _replace(graph, found, ctx.decompositions)
+                why_not = why_not or _replace(graph, found, finder.call(found))
                 if why_not:
                     finder.left.append((f"{idiom.kernel}: {why_not}", found.nodes))
                 else:
                     replaced[idiom.kernel] += 1
-            if replaced:
+                    changed = True
+            if changed:
                 finder.index()
         skipped = finder.skipped()
         return Notes(**replaced, **({"skipped": skipped} if skipped else {}))
@@ -501,6 +541,12 @@ def _gpu_name(graph: StepGraph) -> str | None:
         if isinstance(value, Tensor):
             return torch.cuda.get_device_name(value.device) if value.is_cuda else None
     return None
+
+
+def _has_symbolic_sizes(graph: StepGraph) -> bool:
+    """Whether the batch's sizes are left open: matching to the letter would fix them."""
+    inputs = graph.graph.find_nodes(op="placeholder")
+    return any(isinstance(node.meta.get("val"), torch.SymInt) for node in inputs)
 
 
 def _has_large_product(graph: StepGraph, num_bytes: int) -> bool:

@@ -14,6 +14,7 @@ _TREE = {
     "ConfigError": ("FxZeroError", "ValueError"),
     "NonFiniteGradientError": ("FxZeroError", "ArithmeticError"),
     "ShardingError": ("FxZeroError", "ValueError"),
+    "KernelError": ("FxZeroError", "ValueError"),
     "CaptureError": ("FxZeroError", "RuntimeError"),
     "PassError": ("FxZeroError", "RuntimeError"),
     "ContractError": ("PassError",),

@@ -12,6 +12,7 @@ Numbers are compared in an exact match only; a loose one finds candidates whatev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,22 +53,40 @@ class Pattern:
         return [v if isinstance(v, fx.Node) else None for v in flat]
 
 
+Allowed = Callable[[fx.Node, fx.Node], bool]
+"""Whether a node of the pattern may be a node of the graph, besides being the same call."""
+
+
 def matches(
-    pattern: Pattern, begin: fx.Node, candidates: Sequence[fx.Node], *, exact: bool
+    pattern: Pattern,
+    begin: fx.Node,
+    candidates: Sequence[fx.Node],
+    *,
+    exact: bool,
+    allowed: Allowed = lambda wanted, node: True,
 ) -> Iterator[Mapping]:
     """Matches that take the pattern's node `begin` to one of some nodes, at most one for each.
 
     Args:
         exact: whether numbers count.
+        allowed: asked of each call of the pattern and the node that it would be.
     """
+    rules = _Rules(_same if exact else _same_but_numbers, allowed)
     steps = _steps(begin)
-    same = _same if exact else _same_but_numbers
     for candidate in candidates:
         mapping: Mapping = {}
-        if _fits(begin, candidate, mapping, same) and _extend(
-            steps, 0, mapping | {begin: candidate}, same, mapping
+        if _fits(begin, candidate, mapping, rules) and _extend(
+            steps, 0, mapping | {begin: candidate}, rules, mapping
         ):
             yield mapping
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What counts as equal."""
+
+    same: Callable[[Any, Any], bool]
+    allowed: Allowed
 
 
 @dataclass(frozen=True)
@@ -118,7 +137,7 @@ def _extend(
     steps: list[_Step],
     position: int,
     mapping: Mapping,
-    same: Callable[[Any, Any], bool],
+    rules: _Rules,
     found: Mapping,
 ) -> bool:
     """Match what is left of the pattern; put the whole match into `found`."""
@@ -130,8 +149,8 @@ def _extend(
     for candidate in _candidates(step, mapping[step.known]):
         if candidate in taken and step.node.op != "placeholder":
             continue
-        if _fits(step.node, candidate, mapping, same) and _extend(
-            steps, position + 1, mapping | {step.node: candidate}, same, found
+        if _fits(step.node, candidate, mapping, rules) and _extend(
+            steps, position + 1, mapping | {step.node: candidate}, rules, found
         ):
             return True
     return False
@@ -148,20 +167,16 @@ def _candidates(step: _Step, known: fx.Node) -> list[fx.Node]:
     return list(dict.fromkeys(n for n in found if isinstance(n, fx.Node)))
 
 
-def _fits(
-    wanted: fx.Node, node: fx.Node, mapping: Mapping, same: Callable[[Any, Any], bool]
-) -> bool:
+def _fits(wanted: fx.Node, node: fx.Node, mapping: Mapping, rules: _Rules) -> bool:
     """Whether a node can be the pattern's, as far as its neighbours are matched."""
-    if wanted.op == "placeholder":
-        users = [(u, mapping[u]) for u in wanted.users if u in mapping]
-        return all(_arguments_fit(u, g, mapping | {wanted: node}, same) for u, g in users)
-    if node.op != wanted.op or _kind(node) != _kind(wanted):
-        return False
     trial = mapping | {wanted: node}
     users = [(u, mapping[u]) for u in wanted.users if u in mapping]
-    return _arguments_fit(wanted, node, trial, same) and all(
-        _arguments_fit(u, g, trial, same) for u, g in users
-    )
+    if wanted.op != "placeholder":
+        if node.op != wanted.op or _kind(node) != _kind(wanted):
+            return False
+        if not rules.allowed(wanted, node) or not _arguments_fit(wanted, node, trial, rules):
+            return False
+    return all(_arguments_fit(u, g, trial, rules) for u, g in users)
 
 
 def _kind(node: fx.Node) -> object:
@@ -169,12 +184,10 @@ def _kind(node: fx.Node) -> object:
     return _aten.view.default if node.target in _RESHAPES else node.target
 
 
-def _arguments_fit(
-    wanted: fx.Node, node: fx.Node, mapping: Mapping, same: Callable[[Any, Any], bool]
-) -> bool:
+def _arguments_fit(wanted: fx.Node, node: fx.Node, mapping: Mapping, rules: _Rules) -> bool:
     ours, theirs = _leaves(wanted), _leaves(node)
     if wanted.target in _RESHAPES:
-        if same is _same and wanted.meta["val"].shape != node.meta["val"].shape:
+        if rules.same is _same and wanted.meta["val"].shape != node.meta["val"].shape:
             return False
         ours, theirs = ours[:1], theirs[:1]
     if len(ours) != len(theirs):
@@ -183,7 +196,7 @@ def _arguments_fit(
     def fits(a: Any, b: Any) -> bool:
         if isinstance(a, fx.Node):
             return isinstance(b, fx.Node) and mapping.get(a, b) is b
-        return not isinstance(b, fx.Node) and same(a, b)
+        return not isinstance(b, fx.Node) and rules.same(a, b)
 
     if all(map(fits, ours, theirs)):
         return True
@@ -194,6 +207,9 @@ def _arguments_fit(
 
 
 def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        # A number that was captured may have gone through a subtraction.
+        return math.isclose(a, b, rel_tol=1e-12)
     return type(a) is type(b) and bool(a == b)
 
 
@@ -209,10 +225,18 @@ def captured(pattern: Pattern, mapping: Mapping) -> dict[str, float] | None:
     found: dict[str, float] = {}
     for node in pattern.calls():
         for ours, theirs in zip(_leaves(node), _leaves(mapping[node]), strict=True):
-            name = pattern.numbers.get(ours) if isinstance(ours, (int, float)) else None
+            name = _name_of(ours, pattern.numbers)
             if name is not None and found.setdefault(name, theirs) != theirs:
                 return None
     return found
+
+
+def _name_of(value: Any, numbers: dict[float, str]) -> str | None:
+    """The name of a constant, which a trace may have rounded to float32."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    close = (name for number, name in numbers.items() if math.isclose(value, number, rel_tol=1e-6))
+    return next(close, None)
 
 
 def accumulated_terms(node: fx.Node) -> list[fx.Node]:

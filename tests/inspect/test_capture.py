@@ -30,6 +30,7 @@ def test_a_huge_world_needs_no_memory() -> None:
     names = {r.name for r in compilation.records}
     assert names == {
         "stamp",
+        "lower_kernels",
         "recompute",
         "shard_params",
         "shard_grads",

@@ -121,6 +121,22 @@ def test_only_what_is_wanted_is_computed() -> None:
     assert [part.numel() for part in parts] == [1, 0, 0, 0]
 
 
+def test_nothing_but_ignored_rows() -> None:
+    leaves, _ = arguments(70, 8, 31)
+    target = torch.full((70,), -100, device=DEVICE)
+    loss = linear_cross_entropy(leaves[0], leaves[1], target)
+    loss.backward()
+    assert bool(loss.isnan())
+    assert all(bool((leaf.grad == 0).all()) for leaf in leaves[:2] if leaf.grad is not None)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    leaves, target = arguments(70, 8, 31)
+    loss = linear_cross_entropy(leaves[0] * 2, leaves[1], target)
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        torch.autograd.grad(loss, leaves[0], create_graph=True)
+
+
 def test_a_loss_scale_that_float16_cannot_hold() -> None:
     """The gradient in float16 is that of the scaled loss: no over- or underflow on the way."""
     hidden, weight = random(640, 16, dtype=torch.float16, grad=True), random(50, 16) / 8

@@ -187,8 +187,9 @@ def trains_as_the_eager_loop(case: Case) -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize(("optimizer", "clip"), [("adamw", 0.1), ("sgd", None)])
+@pytest.mark.parametrize(
+    ("optimizer", "clip", "micro_batches"), [("adamw", 0.1, 4), ("sgd", None, 1)]
+)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_float64(
     ranks: Pools, world: int, optimizer: str, clip: float | None, micro_batches: int, zero: int

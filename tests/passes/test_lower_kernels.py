@@ -188,7 +188,15 @@ def head_inputs(length: int, width: int, classes: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kernel", ["linear_cross_entropy", "softmax_cross_entropy"])
 @pytest.mark.parametrize(
-    "settings", [{}, {"ignore_index": 3}, {"label_smoothing": 0.1}, {"bias": True}], ids=str
+    "settings",
+    [
+        {},
+        {"ignore_index": 3},
+        {"label_smoothing": 0.1},
+        {"label_smoothing": 1 / 3, "bias": True},
+        {"bias": True},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("head", [Head, HeadOfRows])
 def test_losses(head: type[Head], settings: dict[str, Any], kernel: str, decomposed: bool) -> None:
@@ -200,6 +208,168 @@ def test_losses(head: type[Head], settings: dict[str, Any], kernel: str, decompo
     found = compiled_step(model, x, target, force=kernel)
     assert found.notes == {kernel: 1}
     check_equal(found, loss, grads, 1e-12)
+
+
+class Shifted(Head):
+    """Every position but the last says the next token."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """``(2, T, width), (2, T) → scalar``."""
+        logits = self.head(self.hidden(x))[:, :-1].reshape(-1, self.head.out_features)
+        return F.cross_entropy(logits, target[:, 1:].reshape(-1), **self.settings)
+
+
+class Summed(Head):
+    """Divided by a number of tokens that the caller knows."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """``(2, T, width), (2, T) → scalar``."""
+        logits = self.head(self.hidden(x)).flatten(0, 1)
+        return F.cross_entropy(logits, target.flatten(), reduction="sum") / 7
+
+
+class Autocast(Head):
+    """nanoGPT's loop: products in bfloat16, the loss in float32."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """``(2, T, width), (2, T) → scalar``."""
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x, target)
+
+
+@pytest.mark.parametrize("head", [Shifted, Summed])
+def test_other_ways_to_write_a_head(head: type[Head], decomposed: bool) -> None:
+    torch.manual_seed(0)
+    model, (x, target) = head(8, 13).double(), head_inputs(5, 8, 13)
+    loss, grads = eager_step(model, x, target)
+    found = compiled_step(model, x, target, force="linear_cross_entropy")
+    assert found.notes == {"linear_cross_entropy": 1}
+    check_equal(found, loss, grads, 1e-12)
+
+
+def test_a_head_under_autocast(decomposed: bool) -> None:
+    torch.manual_seed(0)
+    model, (x, target) = Autocast(8, 13), head_inputs(5, 8, 13)
+    loss, grads = eager_step(model, x.float(), target)
+    found = compiled_step(model, x.float(), target, force="linear_cross_entropy")
+    assert found.notes == {"linear_cross_entropy": 1}
+    check_equal(found, loss, grads, 4 * 2.0**-8)
+
+
+@pytest.mark.parametrize("frozen", ["head.weight", "head.bias", "hidden"])
+def test_heads_with_frozen_parts(frozen: str) -> None:
+    torch.manual_seed(0)
+    model, (x, target) = Head(8, 13, bias=True).double(), head_inputs(5, 8, 13)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    loss, grads = eager_step(model, x, target)
+    found = compiled_step(model, x, target, force="linear_cross_entropy")
+    assert found.notes == {"linear_cross_entropy": 1}
+    check_equal(found, loss, grads, 1e-12)
+
+
+@pytest.mark.parametrize("kernel", ["linear_cross_entropy", "softmax_cross_entropy"])
+def test_a_batch_without_a_target(kernel: str) -> None:
+    """The mean of nothing is NaN, as in torch; its gradient is 0 and changes no weight."""
+    torch.manual_seed(0)
+    model, (x, target) = Head(8, 13).double(), head_inputs(5, 8, 13)
+    found = compiled_step(model, x, torch.full_like(target, -100), force=kernel)
+    assert found.notes == {kernel: 1}
+    assert bool(found.loss.isnan())
+    assert all(bool((grad == 0).all()) for grad in found.grads.values())
+
+
+class Broadcasts(nn.Module):
+    """What looks like an idiom but for the shape of a factor."""
+
+    def __init__(self, function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.function = function
+        self.first = nn.Linear(32, 32)
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(s)) for s in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(2, 4, 32) → scalar``, through ``(2, 4, 4, 8)``."""
+        h = self.first(x).view(2, 4, 4, 8)
+        return self.function(h, *self.weights).pow(3).sum()
+
+
+def rotary_llama(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turned = torch.cat((-x[..., 4:], x[..., :4]), -1)
+    return x * cos.detach() + turned * sin.detach()
+
+
+NEARLY: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    "rms_norm, one weight for all": (rms_llama, ((1,),)),
+    "rms_norm, no weight's shape": (rms_llama, ((),)),
+    "rms_norm, a weight a row": (rms_llama, ((2, 1, 1, 8),)),
+    "layer_norm over two dims": (lambda x, w: F.layer_norm(x, (4, 8), w), ((4, 8),)),
+    "swiglu, one gate for all": (lambda x, w: F.silu(w) * x, ((8,),)),
+    "swiglu, one factor for all": (lambda x, w: F.silu(x) * w, ((8,),)),
+    "rotary, tables before heads": (rotary_llama, ((4, 1, 8), (4, 1, 8))),
+    "rotary, tables of heads": (rotary_llama, ((4, 4, 8), (4, 4, 8))),
+    "rotary, another place": (rotary_llama, ((1, 4, 1, 8), (1, 4, 1, 8))),
+    "rotary, two shapes": (rotary_llama, ((2, 1, 4, 8), (1, 1, 4, 8))),
+    "rotary, numbers": (rotary_llama, ((1,), (1,))),
+}
+
+
+@pytest.mark.parametrize("name", NEARLY)
+def test_what_broadcasts_is_left_alone_or_right(name: str) -> None:
+    """Dims that happen to be equal lead to no other meaning, and no kernel's refusal gets out."""
+    function, shapes = NEARLY[name]
+    torch.manual_seed(0)
+    model, x = Broadcasts(function, *shapes).double(), torch.randn(2, 4, 32).double()
+    loss, grads = eager_step(model, x)
+    check_equal(compiled_step(model, x, force="all"), loss, grads, 1e-12)
+
+
+@pytest.mark.parametrize("shape", [(13,), (10, 13), (1, 13)], ids=str)
+def test_a_bias_that_is_none(shape: tuple[int, ...], decomposed: bool) -> None:
+    """addmm takes biases that a linear layer does not."""
+
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(13, 8))
+            self.bias = nn.Parameter(torch.randn(shape))
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            rows = x.flatten(0, 1)
+            return F.cross_entropy(torch.addmm(self.bias, rows, self.weight.t()), target.flatten())
+
+    torch.manual_seed(0)
+    model, (x, target) = Adds().double(), head_inputs(5, 8, 13)
+    loss, grads = eager_step(model, x, target)
+    for kernel in ("linear_cross_entropy", "softmax_cross_entropy"):
+        check_equal(compiled_step(model, x, target, force=kernel), loss, grads, 1e-12)
+
+
+def test_one_idiom_inside_another() -> None:
+    """A gate beside a norm: which product is forward's and which backward's is told apart."""
+
+    class Gated(Written):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            return (F.silu(h @ self.weights[1]) * rms_llama(h, self.weights[0])).square().sum()
+
+    torch.manual_seed(0)
+    model, x = Gated(rms_llama, (8,), (8, 8)).double(), torch.randn(2, 3, 8).double()
+    loss, grads = eager_step(model, x)
+    found = compiled_step(model, x, force="all")
+    assert found.notes == {"rms_norm": 1, "swiglu": 1}
+    check_equal(found, loss, grads, 1e-12)
+
+
+def test_a_number_that_a_trace_rounds() -> None:
+    """nn.RMSNorm's eps is in the graph as float32 has it."""
+    torch.manual_seed(0)
+    model = Written(lambda x, w: F.rms_norm(x, (8,), w, 1e-6), (8,))
+    x = torch.randn(2, 3, 8)
+    loss, grads = eager_step(model, x)
+    found = compiled_step(model, x, force="rms_norm")
+    assert found.notes == {"rms_norm": 1}
+    check_equal(found, loss, grads, 1e-5)
 
 
 class Attention(nn.Module):
@@ -365,6 +535,23 @@ def test_the_peak_falls_by_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = 1024 * classes * 4
     assert peaks[0] - peaks[1] > 1.5 * logits
     assert simulated[0] - simulated[1] > 1.5 * logits
+
+
+def test_open_sizes_are_left_alone_and_said() -> None:
+    torch.manual_seed(0)
+    model, (x, target) = Head(8, 13).double(), head_inputs(5, 8, 13)
+    loss, grads = eager_step(model, x, target)
+    model.zero_grad()
+    options = {"lower_kernels": {"force": "all"}, **EAGER}
+    torch._dynamo.reset()
+    found: list[Compilation] = []
+    with observed(found.append):
+        compiled = torch.compile(model, backend="fxzero", dynamic=True, options=options)
+        compiled(x, target).backward()
+    (record,) = (r for c in found for r in c.records if r.name == "lower_kernels")
+    assert "symbolic sizes" in str(record.notes["skipped"])
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, grads[name], rtol=1e-12, atol=1e-14)
 
 
 def write_table(path: Path, kernel: str, kernel_us: float) -> str:

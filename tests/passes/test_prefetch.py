@@ -269,7 +269,7 @@ def test_releases_come_before_the_next_launch() -> None:
     assert text.index("release 0") < text.index("launch 2")
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(
     build=st.sampled_from([deep, blocks, tied]),
     zero=st.sampled_from([0, 2, 3]),
