@@ -30,6 +30,7 @@ from fxzero.kernels.launch import (
     check,
     check_float,
     check_shape,
+    check_tensor,
     check_together,
     contiguous,
     launch,
@@ -246,6 +247,7 @@ def _gelu_kind(kernel: str, approximate: str) -> str:
 
 
 def _check_gated(kernel: str, gate: Tensor, up: Tensor) -> None:
+    check_tensor(kernel, gate=gate, up=up)
     check_float(kernel, gate=gate, up=up)
     check_shape(kernel, "up", up, gate.shape)
     check(up.dtype == gate.dtype, kernel, "up", f"{gate.dtype}, as gate is", up.dtype)
@@ -262,6 +264,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     Raises:
         KernelError: a dtype or an `approximate` that does not exist.
     """
+    check_tensor("gelu", x=x)
     check_float("gelu", x=x)
     return torch.ops.fxzero.activation(x, None, _gelu_kind("gelu", approximate))
 

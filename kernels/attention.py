@@ -14,8 +14,6 @@ counter (column // 4, row, batch · heads + head): no tiling of the matrix chang
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 from torch import Tensor
@@ -29,8 +27,12 @@ from fxzero.kernels.attention_kernels import (
 )
 from fxzero.kernels.launch import (
     check,
+    check_bool,
     check_float,
+    check_integer,
+    check_number,
     check_shape,
+    check_tensor,
     check_together,
     launch,
     runs_on_triton,
@@ -317,16 +319,18 @@ _attention.register_autograd(_differentiate, setup_context=_setup)
 
 
 def _check_dropout(kernel: str, dropout_p: float) -> None:
-    check(0 <= dropout_p < 1, kernel, "dropout_p", "at least 0 and below 1", dropout_p)
+    check_number(kernel, "dropout_p", dropout_p, least=0, below=1)
 
 
 def _check_seed(kernel: str, seed: Tensor) -> None:
+    check_tensor(kernel, seed=seed)
     check(seed.dtype is torch.int64, kernel, "seed", "int64", seed.dtype)
     check(seed.numel() == 1, kernel, "seed", "of one element", list(seed.shape))
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     kernel = "flash_attention"
+    check_tensor(kernel, query=query, key=key, value=value)
     check(query.dim() == 4, kernel, "query", "[batch, heads, q_len, head_dim]", list(query.shape))
     batch, heads, _, head_dim = query.shape
     check(0 < head_dim <= MAX_HEAD_DIM, kernel, "query",
@@ -374,8 +378,10 @@ def flash_attention(
     """
     _check(query, key, value)
     _check_dropout("flash_attention", dropout_p)
+    check_bool("flash_attention", causal=causal)
+    if scale is not None:
+        check_number("flash_attention", "scale", scale)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    check(math.isfinite(scale), "flash_attention", "scale", "finite", scale)
     if seed is not None:
         _check_seed("flash_attention", seed)
         check_together("flash_attention", query=query, seed=seed)
@@ -399,5 +405,5 @@ def flash_attention_dropout_mask(
     _check_dropout(kernel, dropout_p)
     sizes = {"batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len}
     for name, size in sizes.items():
-        check(size >= 0, kernel, name, "at least 0", size)
+        check_integer(kernel, name, size, 0)
     return torch.ops.fxzero.flash_attention_dropout_mask(seed, float(dropout_p), *sizes.values())

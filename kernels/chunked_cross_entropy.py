@@ -34,6 +34,7 @@ from fxzero.kernels.launch import (
     check,
     check_float,
     check_shape,
+    check_tensor,
     check_together,
     runs_on_triton,
 )
@@ -262,6 +263,7 @@ def linear_cross_entropy(
         KernelError: shapes, dtypes, devices or settings that do not fit.
     """
     kernel = "linear_cross_entropy"
+    check_tensor(kernel, hidden=hidden, weight=weight, target=target)
     check(hidden.dim() >= 1 and hidden.shape[-1] > 0, kernel, "hidden", "[..., H] with H > 0",
           list(hidden.shape))  # fmt: skip
     found = list(weight.shape)

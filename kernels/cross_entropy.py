@@ -27,6 +27,7 @@ from fxzero.kernels.launch import (
     check,
     check_float,
     check_shape,
+    check_tensor,
     check_together,
     launch,
     runs_on_triton,
@@ -300,6 +301,7 @@ def softmax_cross_entropy(
         KernelError: shapes, dtypes, devices or settings that do not fit.
     """
     kernel = "softmax_cross_entropy"
+    check_tensor(kernel, logits=logits, target=target)
     check(logits.dim() >= 1 and logits.shape[-1] > 0, kernel, "logits", "[..., V] with V > 0",
           list(logits.shape))  # fmt: skip
     check_float(kernel, logits=logits)

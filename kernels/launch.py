@@ -11,8 +11,10 @@ lowered by Inductor does not meet a Triton kernel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from numbers import Real
+from typing import Any, TypeGuard
 
 import torch
 import triton
@@ -60,10 +62,61 @@ def check(holds: bool, kernel: str, argument: str, asked: str, found: object) ->
         raise KernelError(f"{kernel}: {argument} must be {asked}, found {found}")
 
 
+def is_strided(value: object) -> bool:
+    """Whether a value is a tensor with strides."""
+    return isinstance(value, Tensor) and value.layout is torch.strided
+
+
+def check_tensor(kernel: str, **tensors: object) -> None:
+    """See that arguments are tensors with strides: neither lists nor sparse, and not None."""
+    for name, tensor in tensors.items():
+        if is_strided(tensor):
+            continue
+        found = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+        check(False, kernel, name, "a strided torch.Tensor", found)
+
+
+def check_number(
+    kernel: str, name: str, value: object, least: float = -math.inf, below: float = math.inf
+) -> None:
+    """See that a number on the host is finite, at least the one and below the other."""
+    # A NaN is in no range. Without an error no message is made, which a trace could not hold.
+    if not (is_number(value) and -math.inf < value and least <= value < below):
+        lower = [] if least == -math.inf else [f"at least {least:g}"]
+        upper = "finite" if below == math.inf else f"below {below:g}"
+        check(False, kernel, name, " and ".join([*lower, upper]), repr(value))
+
+
+def check_integer(kernel: str, name: str, value: object, least: int) -> None:
+    """See that a number is an integer, and at least another."""
+    if not (isinstance(value, int | torch.SymInt) and value >= least):
+        check(False, kernel, name, f"an integer, at least {least}", repr(value))
+
+
+def check_bool(kernel: str, **flags: object) -> None:
+    """See that arguments are True or False."""
+    for name, flag in flags.items():
+        check(isinstance(flag, bool), kernel, name, "True or False", repr(flag))
+
+
+def check_sizes(kernel: str, name: str, sizes: object) -> None:
+    """See that an argument is a shape."""
+    fits = isinstance(sizes, tuple | list) and all(
+        isinstance(size, int | torch.SymInt) and size >= 0 for size in sizes
+    )
+    check(fits, kernel, name, "a shape: integers, each at least 0", sizes)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a number on the host, or stands for one in a trace."""
+    return isinstance(value, Real | torch.SymInt | torch.SymFloat)
+
+
 def check_float(kernel: str, **tensors: Tensor | None) -> None:
     """See that tensors hold floating-point numbers that kernels know."""
     for name, tensor in tensors.items():
         if tensor is not None:
+            check_tensor(kernel, **{name: tensor})
             check(
                 tensor.dtype in FLOATS,
                 kernel,
@@ -76,12 +129,14 @@ def check_float(kernel: str, **tensors: Tensor | None) -> None:
 def check_shape(kernel: str, name: str, tensor: Tensor | None, shape: Sequence[int]) -> None:
     """See that a tensor, if there is one, has a shape."""
     if tensor is not None:
+        check_tensor(kernel, **{name: tensor})
         found = tuple(tensor.shape)
         check(found == tuple(shape), kernel, name, f"of shape {list(shape)}", list(found))
 
 
 def check_together(kernel: str, **tensors: Tensor | None) -> None:
     """See that tensors are on the device of the first one."""
+    check_tensor(kernel, **{name: tensor for name, tensor in tensors.items() if tensor is not None})
     first, *others = ((name, t) for name, t in tensors.items() if t is not None)
     for name, tensor in others:
         asked = f"on {first[1].device}, where {first[0]} is"

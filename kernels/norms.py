@@ -27,7 +27,9 @@ from fxzero.kernels.launch import (
     as_rows,
     check,
     check_float,
+    check_number,
     check_shape,
+    check_tensor,
     check_together,
     contiguous,
     launch,
@@ -295,8 +297,15 @@ _norm.register_autograd(_differentiate, setup_context=_setup)
 
 
 def _check(
-    kernel: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    kernel: str,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
 ) -> None:
+    check_tensor(kernel, x=x)
+    check_number(kernel, "eps", eps, least=0)
     check(x.dim() >= 1 and 0 < x.shape[-1] <= MAX_ROW, kernel, "x",
           f"of 1 to {MAX_ROW} elements in its last dim", list(x.shape))  # fmt: skip
     check_float(kernel, x=x, residual=residual, weight=weight, bias=bias)
@@ -317,9 +326,9 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
         weight: ``[n]``. The result has x's dtype, whatever that of the weight.
 
     Raises:
-        KernelError: shapes, dtypes or devices that do not fit.
+        KernelError: shapes, dtypes or devices that do not fit, or an eps below 0.
     """
-    _check("rms_norm", x, None, weight, None)
+    _check("rms_norm", x, None, weight, None, eps)
     return torch.ops.fxzero.norm(x, None, weight, None, eps, False)[0]
 
 
@@ -329,9 +338,10 @@ def add_rms_norm(
     """``rms_norm(x + residual)``, and the sum, which goes on as the residual stream.
 
     Raises:
-        KernelError: shapes, dtypes or devices that do not fit.
+        KernelError: shapes, dtypes or devices that do not fit, or an eps below 0.
     """
-    _check("add_rms_norm", x, residual, weight, None)
+    check_tensor("add_rms_norm", residual=residual)
+    _check("add_rms_norm", x, residual, weight, None, eps)
     y, s, _, _ = torch.ops.fxzero.norm(x, residual, weight, None, eps, False)
     return y, s
 
@@ -346,9 +356,9 @@ def layer_norm(
         weight, bias: ``[n]``. The result has x's dtype, whatever theirs.
 
     Raises:
-        KernelError: shapes, dtypes or devices that do not fit.
+        KernelError: shapes, dtypes or devices that do not fit, or an eps below 0.
     """
-    _check("layer_norm", x, None, weight, bias)
+    _check("layer_norm", x, None, weight, bias, eps)
     return torch.ops.fxzero.norm(x, None, weight, bias, eps, True)[0]
 
 
@@ -362,8 +372,9 @@ def add_layer_norm(
     """``layer_norm(x + residual)``, and the sum, which goes on as the residual stream.
 
     Raises:
-        KernelError: shapes, dtypes or devices that do not fit.
+        KernelError: shapes, dtypes or devices that do not fit, or an eps below 0.
     """
-    _check("add_layer_norm", x, residual, weight, bias)
+    check_tensor("add_layer_norm", residual=residual)
+    _check("add_layer_norm", x, residual, weight, bias, eps)
     y, s, _, _ = torch.ops.fxzero.norm(x, residual, weight, bias, eps, True)
     return y, s

@@ -26,15 +26,27 @@ step waits for the device.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxzero.kernels.launch import check, check_float, launch, runs_on_triton
+from fxzero.kernels.launch import (
+    check,
+    check_bool,
+    check_float,
+    check_number,
+    check_tensor,
+    is_number,
+    is_strided,
+    launch,
+    runs_on_triton,
+)
 from fxzero.kernels.multi_tensor import (
     BLOCK,
     POINTEES,
@@ -266,7 +278,12 @@ def _adamw_op(
     sizes = numel(params)
     written = [ts for ts in (params, exp_avgs, exp_avg_sqs, copies) if ts]
     bytes_each = tuple(ts[0].element_size() for ts in written)
-    _check_apart(tuple(addresses(ts) for ts in written), sizes, bytes_each)
+    places = _written(tuple(addresses(ts) for ts in written), sizes, bytes_each)
+    # Those that are copied have memory of their own.
+    grads = [grad.contiguous() for grad in grads]
+    _check_gradients(addresses(grads), grads[0].element_size(), places)
+    if step is not None and step.device.type == "cpu" and (skip is None or not bool(skip)):
+        check(bool(step >= 1), "adamw_", "step", "at least 1", step)
     if not runs_on_triton(params[0]):
         _adamw_plain(
             params, grads, exp_avgs, exp_avg_sqs, copies,
@@ -280,7 +297,6 @@ def _adamw_op(
     programs = len(layout.work)
     if programs == 0:
         return
-    grads = [grad.contiguous() for grad in grads]
     lists = [params, grads, exp_avgs, exp_avg_sqs, copies]
     pointers = tuple(address for tensors in lists for address in addresses(tensors))
     param, grad, average, square, copy = (POINTEES[(ts or params)[0].dtype] for ts in lists)
@@ -350,17 +366,52 @@ def _combined(factor: float, scale: Tensor | None, clip: Tensor | None) -> Numbe
     return combined
 
 
+class _Places(NamedTuple):
+    """Where tensors that are written lie, by their first bytes; none of them is empty."""
+
+    sizes: tuple[int, ...]
+    """Elements of the tensors of one list."""
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    """Bytes."""
+    positions: tuple[int, ...]
+    """In their lists."""
+
+
 @lru_cache(maxsize=256)
-def _check_apart(
+def _written(
     lists: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], bytes_each: tuple[int, ...]
-) -> None:
+) -> _Places:
     """`check_apart` for lists of addresses: what every step asks, with as little as it takes."""
-    spans = tuple(
-        (address, size * element)
+    each = [
+        (address, size * element, i)
         for starts, element in zip(lists, bytes_each, strict=True)
-        for address, size in zip(starts, sizes, strict=True)
-    )
+        for i, (address, size) in enumerate(zip(starts, sizes, strict=True))
+        if size
+    ]
+    spans = tuple((address, length) for address, length, _ in each)
     check_apart("adamw_", "params, exp_avgs, exp_avg_sqs and copies", spans)
+    starts, lengths, positions = zip(*sorted(each), strict=True) if each else ((), (), ())
+    return _Places(sizes, starts, lengths, positions)
+
+
+@lru_cache(maxsize=256)
+def _check_gradients(grads: tuple[int, ...], element: int, written: _Places) -> None:
+    """See that no gradient is overwritten before it is read.
+
+    One may lie exactly where what is made of it goes: each element is read, then written.
+    """
+    for i, (start, size) in enumerate(zip(grads, written.sizes, strict=True)):
+        # Tensors that are written lie apart: those before the last that starts here or earlier
+        # end before it, and if the one after it does not overlap, no later one does.
+        last = bisect_right(written.starts, start) - 1
+        for k in range(max(last, 0), min(last + 2, len(written.starts))):
+            there, length = written.starts[k], written.lengths[k]
+            shared = min(start + size * element, there + length) - max(start, there)
+            same = (there, length, written.positions[k]) == (start, size * element, i)
+            if size and shared > 0 and not same:
+                check(False, "adamw_", f"grads[{i}]", "in memory of its own",
+                      f"{shared} bytes or more that are written")  # fmt: skip
 
 
 def _log(beta: float) -> float:
@@ -369,11 +420,13 @@ def _log(beta: float) -> float:
 
 
 def _number(
-    kernel: str, name: str, value: Number | None, device: torch.device
+    kernel: str, name: str, value: Number, device: torch.device, least: float = -math.inf
 ) -> tuple[Tensor | None, float]:
-    """A number as a tensor, if it is one, and as a float; 1 where it is the other, or neither."""
+    """A number as a tensor, if it is one, and as a float; 1 where it is a tensor."""
     if not isinstance(value, Tensor):
-        return None, 1.0 if value is None else float(value)
+        check_number(kernel, name, value, least)
+        return None, float(value)
+    check_tensor(kernel, **{name: value})
     check(value.numel() == 1, kernel, name, "a tensor of one element", list(value.shape))
     check(value.device == device, kernel, name, f"on {device}, where params are", value.device)
     return value, 1.0
@@ -408,6 +461,7 @@ def adamw_(
         exp_avgs, exp_avg_sqs: the state, contiguous; float32 or bfloat16.
         step: the number of this step, from 1.
         betas: each at least 0 and less than 1.
+        lr, eps, weight_decay: at least 0.
         copies: contiguous 16-bit tensors that get the new values, rounded.
         grad_scale: the loss scale, by which gradients are divided.
         clip_coefficient: by which gradients are multiplied.
@@ -419,7 +473,9 @@ def adamw_(
 
     Raises:
         KernelError: lists of different lengths, shapes, dtypes or devices that do not fit,
-            tensors to be written that are not contiguous or that overlap.
+            tensors to be written that are not contiguous or that overlap, gradients that
+            overlap them other than exactly, or numbers out of range. Of tensors, numbers are
+            not read, but for a step on a CPU.
     """
     kernel = "adamw_"
     if len(params) == 0:
@@ -429,22 +485,37 @@ def adamw_(
     lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     lists |= {"copies": copies} if copies else {}
     for name, tensors in lists.items():
+        for i, tensor in enumerate(tensors):
+            if not is_strided(tensor):  # As in `check_bucket`, no name is made every step.
+                check_tensor(kernel, **{f"{name}[{i}]": tensor})
         check_bucket(kernel, name, tensors, params, "params")
         check_float(kernel, **{f"{name}[0]": tensors[0]})
         for i, tensor in enumerate(tensors if name != "grads" else ()):
             check_written(kernel, f"{name}[{i}]", tensor)
     _check_dtypes(kernel, params, grads, exp_avgs, exp_avg_sqs, copies, seed)
+    fits = isinstance(betas, tuple | list) and len(betas) == 2
+    fits = fits and all(is_number(beta) and 0 <= beta < 1 for beta in betas)
+    check(fits, kernel, "betas", "two numbers in [0, 1)", betas)
     beta1, beta2 = betas
-    check(0 <= beta1 < 1 and 0 <= beta2 < 1, kernel, "betas", "in [0, 1)", betas)
+    check_number(kernel, "eps", eps, least=0)
+    check_number(kernel, "weight_decay", weight_decay, least=0)
+    check_bool(kernel, decoupled=decoupled)
     device = params[0].device
-    step_there, step_number = _number(kernel, "step", step, device)
-    check(step_number >= 1, kernel, "step", "at least 1", step)
-    lr_there, lr_number = _number(kernel, "lr", lr, device)
-    scale_there, scale_number = _number(kernel, "grad_scale", grad_scale, device)
+    step_there, step_number = _number(kernel, "step", step, device, least=1)
+    check(step_number % 1 == 0, kernel, "step", "a whole number", step)
+    lr_there, lr_number = _number(kernel, "lr", lr, device, least=0)
+    scale_there, scale_number = _number(
+        kernel, "grad_scale", 1.0 if grad_scale is None else grad_scale, device
+    )
     check(scale_number != 0, kernel, "grad_scale", "other than 0", grad_scale)
-    clip_there, clip_number = _number(kernel, "clip_coefficient", clip_coefficient, device)
+    clip_there, clip_number = _number(
+        kernel, "clip_coefficient", 1.0 if clip_coefficient is None else clip_coefficient, device,
+        least=0,
+    )  # fmt: skip
     for name, there in (("skip", skip), ("seed", seed)):
-        _number(kernel, name, there, device)
+        if there is not None:
+            check_tensor(kernel, **{name: there})
+            _number(kernel, name, there, device)
     torch.ops.fxzero.adamw_(
         params, grads, exp_avgs, exp_avg_sqs, copies, step_there, lr_there, scale_there,
         clip_there, skip, seed, step_number, lr_number, clip_number / scale_number, beta1, beta2,
@@ -474,6 +545,7 @@ def _check_dtypes(
               copies[0].dtype)  # fmt: skip
     if seed is not None:
         rounded = copies[0].dtype if copies else param
+        check_tensor(kernel, seed=seed)
         check(rounded is torch.bfloat16, kernel, "seed",
               "None unless what is rounded is bfloat16", f"one for {rounded}")  # fmt: skip
         check(seed.dtype is torch.int64, kernel, "seed", "int64", seed.dtype)

@@ -17,13 +17,26 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxzero.kernels.launch import FLOATS, check, check_float, check_shape, launch, runs_on_triton
+from fxzero.kernels.launch import (
+    FLOATS,
+    check,
+    check_float,
+    check_integer,
+    check_shape,
+    check_sizes,
+    check_tensor,
+    is_number,
+    launch,
+    runs_on_triton,
+)
 from fxzero.kernels.multi_tensor import (
     BLOCK,
     addresses,
@@ -163,13 +176,15 @@ def packed_offsets(
         align: every start, and the length, is a multiple of it.
 
     Raises:
-        KernelError: `align` is less than 1.
+        KernelError: `align` is less than 1, or a size less than 0.
     """
-    check(align >= 1, "packed_offsets", "align", "at least 1", align)
+    check_integer("packed_offsets", "align", align, 1)
     starts, end = [], 0
     for tensor in tensors:
         starts.append(end)
         shape = tensor.shape if isinstance(tensor, Tensor) else tensor
+        if shape is tensor:
+            check_sizes("packed_offsets", "tensors", shape)
         end = end + round_up(math.prod(shape), align)
     return starts, end
 
@@ -340,15 +355,19 @@ def _cast_pack_into(
     tensors = [t if _rows(t) is not None else t.contiguous() for t in tensors]
     whole = [t for t in tensors if t.is_contiguous()]
     check_apart("cast_pack", "out and tensors", spans([buffer]), spans(whole))
+    if len(whole) < len(tensors):
+        gapped = [t for t in tensors if not t.is_contiguous()]
+        _check_rows_apart("cast_pack", "out and tensors", _bands([buffer]), _bands(gapped))
     _launch(buffer, tensors, align, scale, factor, pack=True)
 
 
 def _unpack_into(
     buffer: Tensor, tensors: Sequence[Tensor], align: int, scale: Tensor | None, factor: float
 ) -> None:
-    # Tensors with gaps may lie in those of each other: columns of one matrix.
     whole = [t for t in tensors if t.is_contiguous()]
     check_apart("unpack_into", "buffer and tensors", spans(whole), spans([buffer]))
+    if len(whole) < len(tensors):
+        _check_rows_apart("unpack_into", "buffer and tensors", _bands(tensors), _bands([buffer]))
     if all(runs_on_triton(t) for t in (buffer, *tensors)):
         # A gradient may be one number, expanded.
         _launch(buffer.contiguous(), tensors, align, scale, factor, pack=False)
@@ -404,6 +423,68 @@ def _rows(tensor: Tensor) -> tuple[int, int] | None:
     return columns, dims[-1][1]
 
 
+class _Band(NamedTuple):
+    """Rows of bytes that a tensor takes, each `stride` bytes after the one before."""
+
+    start: int
+    width: int
+    stride: int
+    rows: int
+
+    @property
+    def end(self) -> int:
+        return self.start + (self.rows - 1) * self.stride + self.width
+
+
+def _bands(tensors: Sequence[Tensor]) -> tuple[_Band, ...]:
+    """Where tensors lie, but for those that are empty; each has the rows of `_rows`."""
+    bands = []
+    for tensor in tensors:
+        rows = _rows(tensor)
+        if rows is not None and tensor.numel():
+            element, (columns, stride) = tensor.element_size(), rows
+            count = tensor.numel() // columns
+            bands.append(_Band(tensor.data_ptr(), columns * element, stride * element, count))
+    return tuple(bands)
+
+
+@lru_cache(maxsize=1024)
+def _check_rows_apart(
+    kernel: str, name: str, written: tuple[_Band, ...], read: tuple[_Band, ...]
+) -> None:
+    """`check_apart` for tensors with gaps, which may lie in those of each other.
+
+    Raises:
+        KernelError: two tensors share memory, or one lies in gaps of another whose rows are
+            not as far apart as its own: nothing is then said of whether they share any.
+    """
+    each = [(band, True) for band in written] + [(band, False) for band in read]
+    before: list[tuple[_Band, bool]] = []
+    for band, is_written in sorted(each):
+        before = [other for other in before if other[0].end > band.start]
+        for other, other_is_written in before:
+            if (is_written or other_is_written) and not _interleave(other, band):
+                found = f"two tensors that share bytes {band.start} to {min(band.end, other.end)}"
+                if band.stride != other.stride and band.rows > 1 and other.rows > 1:
+                    found = "two tensors in the gaps of each other, of different strides"
+                check(False, kernel, name, "in memory of their own", found)
+        before.append((band, is_written))
+
+
+def _interleave(one: _Band, other: _Band) -> bool:
+    """Whether rows of a tensor lie in gaps of another; false too if their strides differ."""
+    if one.rows > 1 and other.rows > 1 and one.stride != other.stride:
+        return False
+    # A single row has no stride: that of the other will do.
+    stride = max(one.stride if one.rows > 1 else 0, other.stride if other.rows > 1 else 0, 1)
+    # Row i of one and row j of the other share bytes if (i - j) * stride is between these two.
+    least = other.start - one.start - one.width
+    most = other.start - one.start + other.width
+    first = max(least // stride + 1, 1 - other.rows)
+    last = min(-(-most // stride) - 1, one.rows - 1)
+    return first > last
+
+
 def _joint(scale: Tensor | None, factor: float) -> Number | None:
     if scale is not None:
         return scale * factor
@@ -419,13 +500,17 @@ def _check_arguments(
     align: int,
 ) -> tuple[Tensor | None, float]:
     """The scale, as a tensor if it is one, and as a factor if not."""
-    check(align >= 1, kernel, "align", "at least 1", align)
+    check_integer(kernel, "align", align, 1)
     named = [] if buffer is None else [(name, buffer)]
     named += [(f"tensors[{i}]", t) for i, t in enumerate(tensors)]
     if isinstance(scale, Tensor):
+        check_tensor(kernel, scale=scale)
         check(scale.numel() == 1, kernel, "scale", "a tensor of one element", list(scale.shape))
         named.append(("scale", scale))
+    elif scale is not None and not is_number(scale):
+        check(False, kernel, "scale", "a number, or a tensor of one element", repr(scale))
     for place, tensor in named:
+        check_tensor(kernel, **{place: tensor})
         check_float(kernel, **{place: tensor})
         if tensor.device != named[0][1].device:
             asked = f"on {named[0][1].device}, where {named[0][0]} is"
@@ -490,10 +575,12 @@ def unpack(
         align, scale: as in `cast_pack`.
 
     Raises:
-        KernelError: a buffer of another length, or dtypes that do not fit.
+        KernelError: a buffer of another length, negative sizes, or dtypes that do not fit.
     """
     kernel = "unpack"
     there, factor = _check_arguments(kernel, "buffer", buffer, (), scale, align)
+    for i, shape in enumerate(shapes):
+        check_sizes(kernel, f"shapes[{i}]", shape)
     check_shape(kernel, "buffer", buffer, (packed_offsets(shapes, align)[1],))
     dtype = buffer.dtype if dtype is None else dtype
     dtypes = [dtype] * len(shapes) if isinstance(dtype, torch.dtype) else list(dtype)
@@ -515,7 +602,8 @@ def unpack_into(
 
     Args:
         buffer: contiguous, of the length that `packed_offsets` gives for the tensors.
-        tensors: contiguous, or of contiguous rows that do not overlap.
+        tensors: contiguous, or of contiguous rows that do not overlap. Rows of one may lie
+            between those of another if they are as far apart: columns of one matrix.
         align, scale: as in `cast_pack`.
 
     Raises:

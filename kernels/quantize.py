@@ -32,7 +32,10 @@ from fxzero.kernels.launch import (
     MAX_ROW,
     check,
     check_float,
+    check_integer,
     check_shape,
+    check_sizes,
+    check_tensor,
     check_together,
     launch,
     runs_on_triton,
@@ -239,7 +242,8 @@ def _tile(block: int) -> tuple[int, int, int]:
 
 
 def _check_block(kernel: str, block: int) -> None:
-    check(0 < block <= MAX_ROW, kernel, "block", f"from 1 to {MAX_ROW}", block)
+    check_integer(kernel, "block", block, 1)
+    check(block <= MAX_ROW, kernel, "block", f"from 1 to {MAX_ROW}", block)
 
 
 def quantize_blockwise(
@@ -249,7 +253,8 @@ def quantize_blockwise(
 
     Args:
         x: of any shape; blocks run through its rows. The last block may be short. Computed with
-            in float32.
+            in float32, where elements of float64 may become infinite. No gradient flows back
+            into it.
         dtype: int8, float8_e4m3fn or float8_e5m2.
         block: elements that share a scale, up to 65,536.
 
@@ -262,10 +267,12 @@ def quantize_blockwise(
         KernelError: dtypes that do not fit.
     """
     kernel = "quantize_blockwise"
+    check_tensor(kernel, x=x)
     check_float(kernel, x=x)
     check(dtype in LARGEST, kernel, "dtype", "int8, float8_e4m3fn or float8_e5m2", dtype)
     _check_block(kernel, block)
-    return torch.ops.fxzero.quantize_blockwise(x, dtype, block)
+    # Scales would ask for a gradient that the operator does not have.
+    return torch.ops.fxzero.quantize_blockwise(x.detach(), dtype, block)
 
 
 def dequantize_blockwise(
@@ -287,6 +294,7 @@ def dequantize_blockwise(
         KernelError: shapes, dtypes or devices that do not fit.
     """
     kernel = "dequantize_blockwise"
+    check_tensor(kernel, codes=codes, scales=scales)
     check(codes.dtype in LARGEST, kernel, "codes", "int8, float8_e4m3fn or float8_e5m2",
           codes.dtype)  # fmt: skip
     check(dtype in FLOATS, kernel, "dtype", "float32, bfloat16, float16 or float64", dtype)
@@ -295,6 +303,7 @@ def dequantize_blockwise(
     check_shape(kernel, "scales", scales, ((codes.numel() + block - 1) // block,))
     check_together(kernel, codes=codes, scales=scales)
     shape = codes.shape if shape is None else shape
+    check_sizes(kernel, "shape", shape)
     check(math.prod(shape) == codes.numel(), kernel, "shape",
           f"of {codes.numel()} elements", list(shape))  # fmt: skip
     return torch.ops.fxzero.dequantize_blockwise(codes, scales, dtype, shape, block)

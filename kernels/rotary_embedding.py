@@ -24,7 +24,10 @@ from torch import Tensor
 from fxzero.kernels.launch import (
     MAX_ROW,
     check,
+    check_bool,
     check_float,
+    check_integer,
+    check_tensor,
     check_together,
     launch,
     runs_on_triton,
@@ -232,6 +235,7 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> None:
     batch, _, seq, head_dim = x.shape
     check(head_dim % 2 == 0 and 0 < head_dim <= MAX_ROW, kernel, "x",
           f"of an even head_dim, 2 to {MAX_ROW}", head_dim)  # fmt: skip
+    check_integer(kernel, "rotary_dim", rotary_dim, 2)
     check(rotary_dim % 2 == 0 and 0 < rotary_dim <= head_dim, kernel, "rotary_dim",
           f"even, 2 to head_dim {head_dim}", rotary_dim)  # fmt: skip
     check_float(kernel, x=x, cos=cos, sin=sin)
@@ -276,6 +280,8 @@ def rotary(
         KernelError: shapes, dtypes or devices that do not fit, or a cos or sin that requires
             a gradient.
     """
+    check_tensor("rotary", x=x, cos=cos, sin=sin)
+    check_bool("rotary", interleaved=interleaved)
     check(x.dim() == 4, "rotary", "x", "[batch, heads, seq, head_dim]", list(x.shape))
     rotary_dim = x.shape[-1] if rotary_dim is None else rotary_dim
     _check(x, cos, sin, rotary_dim)

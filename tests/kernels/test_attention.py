@@ -415,6 +415,12 @@ def test_bad_shapes(shapes: tuple[tuple[int, ...], ...], name: str) -> None:
 def test_bad_arguments() -> None:
     q, k, v = random(*Q), random(*KV), random(*KV)
     seed = torch.tensor(3, device=DEVICE)
+    with pytest.raises(KernelError, match="query must be a strided"):
+        flash_attention(q.to_sparse(), k, v)
+    with pytest.raises(KernelError, match="value must be a strided"):
+        flash_attention(q, k, None)
+    with pytest.raises(KernelError, match="causal must be True or False"):
+        flash_attention(q, k, v, causal="no")
     with pytest.raises(KernelError, match="query must be float32"):
         flash_attention(q.int(), k, v)
     with pytest.raises(KernelError, match=r"key must be torch\.float32, as query is"):
@@ -423,14 +429,16 @@ def test_bad_arguments() -> None:
         flash_attention(q, k, v.half())
     with pytest.raises(KernelError, match="value must be on"):
         flash_attention(q, k, v.to("meta"))
-    for dropout_p in (-0.1, 1.0, math.nan):
+    for dropout_p in (-0.1, 1.0, math.nan, "no"):
         with pytest.raises(KernelError, match="dropout_p must be"):
             flash_attention(q, k, v, dropout_p=dropout_p)
         with pytest.raises(KernelError, match="dropout_p must be"):
             flash_attention_dropout_mask(seed, dropout_p, 1, 1, 1, 1)
-    with pytest.raises(KernelError, match="scale must be finite"):
-        flash_attention(q, k, v, scale=math.inf)
-    for bad, asked in ((seed.int(), "int64"), (seed.expand(2), "of one element")):
+    for scale in (math.inf, -math.inf, math.nan, "1"):
+        with pytest.raises(KernelError, match="scale must be finite"):
+            flash_attention(q, k, v, scale=scale)
+    seeds = ((seed.int(), "int64"), (seed.expand(2), "of one element"), (3, "a strided"))
+    for bad, asked in seeds:
         with pytest.raises(KernelError, match=f"seed must be {asked}"):
             flash_attention(q, k, v, dropout_p=0.1, seed=bad)
         with pytest.raises(KernelError, match=f"seed must be {asked}"):
@@ -439,5 +447,5 @@ def test_bad_arguments() -> None:
         flash_attention(q, k, v, dropout_p=0.1, seed=seed.to("meta"))
     for name in ("batch", "heads", "q_len", "kv_len"):
         sizes = {"batch": 1, "heads": 1, "q_len": 1, "kv_len": 1, name: -1}
-        with pytest.raises(KernelError, match=f"{name} must be at least 0"):
+        with pytest.raises(KernelError, match=f"{name} must be an integer, at least 0"):
             flash_attention_dropout_mask(seed, 0.1, **sizes)

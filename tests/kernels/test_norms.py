@@ -294,8 +294,18 @@ BAD = {
         (lambda x, w: rms_norm(x[:, :0]), "empty rows"),
         (lambda x, w: layer_norm(x.new_empty(1, 65_537)), "long rows"),
         (lambda x, w: layer_norm(x.int()), "int"),
+        (lambda x, w: rms_norm(x.tolist()), "list"),
+        (lambda x, w: layer_norm(x.to_sparse()), "sparse"),
+    ],
+    "eps": [
+        (lambda x, w: rms_norm(x, w, -1e-6), "negative"),
+        (lambda x, w: layer_norm(x, w, eps=math.nan), "not a number"),
+        (lambda x, w: add_rms_norm(x, x, eps=math.inf), "infinite"),
+        (lambda x, w: add_layer_norm(x, x, eps="small"), "string"),
     ],
     "residual": [
+        (lambda x, w: add_rms_norm(x, None), "None"),
+        (lambda x, w: add_layer_norm(x, x.to_sparse()), "sparse"),
         (lambda x, w: add_rms_norm(x, x[:1]), "shape"),
         (lambda x, w: add_rms_norm(x, x.int()), "int"),
         (lambda x, w: add_layer_norm(x, x.bfloat16()), "another dtype"),
@@ -303,6 +313,7 @@ BAD = {
     ],
     "weight": [
         (lambda x, w: rms_norm(x, w[:1]), "shape"),
+        (lambda x, w: rms_norm(x, w.tolist()), "list"),
         (lambda x, w: add_rms_norm(x, x, w.int()), "int"),
         (lambda x, w: layer_norm(x, w.to("meta")), "device"),
     ],

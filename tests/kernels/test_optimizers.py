@@ -373,6 +373,63 @@ def test_compiled() -> None:
         assert all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
 
 
+# Memory, and numbers in it.
+
+
+def side_by_side(offset: int, written: str, position: int = 0) -> Bucket:
+    """A bucket whose first gradient begins some elements after a tensor that is written."""
+    tensors = bucket([(50,), (50,)])
+    memory = random(150).abs()
+    tensors[written][position] = memory[50:100]
+    tensors["grads"][0] = memory[50 + offset : 100 + offset]
+    return tensors
+
+
+@pytest.mark.parametrize("written", ["params", "exp_avgs", "exp_avg_sqs"])
+@pytest.mark.parametrize("offset", [-49, -1, 1, 49])
+def test_gradients_that_are_overwritten_are_refused(written: str, offset: int) -> None:
+    for position in (0, 1):
+        tensors = side_by_side(offset, written, position)
+        before = clone(tensors)
+        with pytest.raises(KernelError, match=r"adamw_: grads\[0\] must be in memory of its own"):
+            adamw_(**tensors, step=1, lr=LR)
+        for name, others in before.items():
+            assert all(torch.equal(a, b) for a, b in zip(tensors[name], others, strict=True))
+
+
+def test_gradients_exactly_where_another_tensor_is_written_are_refused() -> None:
+    with pytest.raises(KernelError, match=r"adamw_: grads\[0\]"):
+        adamw_(**side_by_side(0, "params", 1), step=1, lr=LR)
+    # Nor may the numbers be narrower: they then lie elsewhere.
+    tensors = bucket([(50,)])
+    tensors["grads"] = [tensors["params"][0].view(torch.bfloat16)[:50]]
+    with pytest.raises(KernelError, match=r"adamw_: grads\[0\]"):
+        adamw_(**tensors, step=1, lr=LR)
+
+
+@pytest.mark.parametrize("offset", [-50, 0, 50])
+def test_gradients_next_to_what_is_written_or_in_its_place(offset: int) -> None:
+    tensors = side_by_side(offset, "exp_avg_sqs")
+    apart = clone(tensors)
+    adamw_(**tensors, step=1, lr=LR)
+    adamw_(**apart, step=1, lr=LR)
+    for name in ("params", "exp_avgs", "exp_avg_sqs"):
+        assert all(torch.equal(a, b) for a, b in zip(tensors[name], apart[name], strict=True))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="numbers on a GPU are not read")
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+def test_a_step_before_the_first() -> None:
+    tensors = bucket(SMALL)
+    before = clone(tensors)
+    with pytest.raises(KernelError, match="adamw_: step must be at least 1"):
+        adamw_(**tensors, step=torch.zeros(()), lr=LR)
+    # One that is skipped may not have been counted.
+    adamw_(**tensors, step=torch.zeros(()), lr=LR, skip=torch.ones(()))
+    for name, others in before.items():
+        assert all(torch.equal(a, b) for a, b in zip(tensors[name], others, strict=True))
+
+
 def wrong(name: str, **changes: Any) -> Any:
     return pytest.param(changes, name, id=f"{name}-{len(changes)}-{next(iter(changes))}")
 
@@ -395,6 +452,30 @@ def wrong(name: str, **changes: Any) -> Any:
         wrong("betas", betas=lambda b: (0.9, 1.0)),
         wrong("step", step=lambda b: 0),
         wrong("step", step=lambda b: torch.ones(2)),
+        wrong("step", step=lambda b: 1.5),
+        wrong("step", step=lambda b: math.nan),
+        wrong("step", step=lambda b: math.inf),
+        wrong("step", step=lambda b: None),
+        wrong("lr", lr=lambda b: math.nan),
+        wrong("lr", lr=lambda b: -1e-3),
+        wrong("lr", lr=lambda b: "0.1"),
+        wrong("lr", lr=lambda b: None),
+        wrong("eps", eps=lambda b: -1e-8),
+        wrong("eps", eps=lambda b: math.nan),
+        wrong("weight_decay", weight_decay=lambda b: -0.1),
+        wrong("weight_decay", weight_decay=lambda b: math.nan),
+        wrong("betas", betas=lambda b: (-0.1, 0.9)),
+        wrong("betas", betas=lambda b: (0.9, math.nan)),
+        wrong("betas", betas=lambda b: 0.9),
+        wrong("betas", betas=lambda b: (0.9, 0.99, 0.999)),
+        wrong("grad_scale", grad_scale=lambda b: math.nan),
+        wrong("grad_scale", grad_scale=lambda b: math.inf),
+        wrong("clip_coefficient", clip_coefficient=lambda b: math.nan),
+        wrong("decoupled", decoupled=lambda b: "no"),
+        wrong("skip", skip=lambda b: 1.0),
+        wrong("seed", copies=lambda b: [p.bfloat16() for p in b["params"]], seed=lambda b: 3),
+        wrong(r"grads\[1\]", grads=lambda b: [b["grads"][0], [1.0]]),
+        wrong(r"params\[0\]", params=lambda b: [p.to_sparse() for p in b["params"]]),
         wrong("lr", lr=lambda b: torch.ones((), device="meta")),
         wrong("grad_scale", grad_scale=lambda b: 0.0),
         wrong("skip", skip=lambda b: torch.ones(3)),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from torch import Tensor
 from fxzero.errors import KernelError
 from fxzero.kernels.multi_tensor import BLOCK, _send_as_arguments, lay_out, table
 from fxzero.kernels.packing import (
+    _bands,
+    _interleave,
     cast_pack,
     cast_pack_reference,
     packed_offsets,
@@ -251,7 +255,11 @@ def wrong(name: str, **changes: Any) -> Any:
         wrong(r"tensors\[1\]", tensors=[torch.zeros(3), torch.zeros(3, dtype=torch.int32)]),
         wrong(r"tensors\[1\]", tensors=[torch.zeros(3), torch.zeros(3, device="meta")]),
         wrong("dtype", dtype=torch.int8),
+        wrong(r"tensors\[1\]", tensors=[torch.zeros(3), [1.0, 2.0]]),
+        wrong(r"tensors\[0\]", tensors=[torch.zeros(3).to_sparse()]),
+        wrong("scale", scale="2"),
         wrong("align", align=0),
+        wrong("align", align=1.5),
         wrong("scale", scale=torch.ones(2)),
         wrong("out", out=torch.zeros(9)),
         wrong("out", out=torch.zeros(8, dtype=torch.float16)),
@@ -270,6 +278,10 @@ def test_wrong_arguments_to_pack(changes: dict[str, Any], name: str) -> None:
     [
         wrong("buffer", buffer=torch.zeros(9)),
         wrong("buffer", buffer=torch.zeros(8, dtype=torch.int64)),
+        wrong(r"shapes\[1\]", shapes=[(3,), (-5,)]),
+        wrong(r"shapes\[0\]", shapes=[(-2, -4)]),
+        wrong(r"shapes\[0\]", shapes=[8]),
+        wrong("buffer", buffer=[0.0] * 8),
         wrong("dtype", dtype=[torch.float32]),
         wrong("dtype", dtype=torch.int8),
         wrong("align", align=-1),
@@ -304,8 +316,82 @@ def test_memory_that_is_shared_is_refused() -> None:
         unpack_into(torch.zeros(16, device=DEVICE), [memory[:8], memory[4:12]])
     with pytest.raises(KernelError, match="share 32 bytes"):
         unpack_into(memory[:8], [memory[:8]])
+    with pytest.raises(KernelError, match="out and tensors must be in memory of their own"):
+        cast_pack([memory.view(4, 4)[:, :2]], torch.float32, out=memory[3:11])
     # Reading it twice is no harm.
     same(cast_pack([memory[:4], memory[2:6]], torch.float32), torch.zeros(8, device=DEVICE))
+
+
+MATRIX = (6, 8)
+
+INTERLEAVED = {
+    "columns": lambda m: [m[:, :2], m[:, 2:3], m[:, 3:8]],
+    "columns, backwards": lambda m: [m[:, 5:], m[:, :5]],
+    "columns and rows": lambda m: [m[:3, :4], m[3], m[4:, 2:7]],
+    "columns, and some of a row": lambda m: [m[:, :3], m[2, 4:8], m[5, 3:4]],
+    "from one row to the next": lambda m: [m.view(-1)[6:46].view(5, 8)[:, :4], m[1:, 2:6]],
+    "every other row": lambda m: [m[::2], m[1::2]],
+    "columns of narrower numbers": lambda m: [m[:, :2], m.view(torch.bfloat16)[:, 4:9]],
+    "no elements": lambda m: [m[:, :2], m[:0, :2], m[:, 2:3]],
+}
+
+OVERLAPPING = {
+    "columns": lambda m: [m[:, :2], m[:, 1:2]],
+    "columns, backwards": lambda m: [m[:, 4:], m[:, :5]],
+    "twice the same": lambda m: [m[:, :2], m[:, :2]],
+    "not neighbours in order": lambda m: [m[:, :6], m[:, 6:7], m[1:, 5:6]],
+    "columns, and a row": lambda m: [m[:, :3], m[2]],
+    "columns, and some of a row": lambda m: [m[:, :3], m[5, 2:4]],
+    "a row, and columns": lambda m: [m[0], m[:, :3]],
+    "the last of a row": lambda m: [m[:, :3], m.view(-1)[39:41]],
+    "from one row to the next": lambda m: [m.view(-1)[6:46].view(5, 8)[:, :4], m[1:, 1:5]],
+    "columns of narrower numbers": lambda m: [m[:, :2], m.view(torch.bfloat16)[:, 3:9]],
+    "other strides": lambda m: [m[::2, :4], m[:, 3:6]],
+    "other strides, apart": lambda m: [m[::2, :4], m[:, 4:6]],
+}
+
+
+@pytest.mark.parametrize("views", INTERLEAVED.values(), ids=INTERLEAVED)
+def test_tensors_in_the_gaps_of_each_other(views: Callable[[Tensor], list[Tensor]]) -> None:
+    matrix = torch.zeros(MATRIX, device=DEVICE)
+    tensors = views(matrix)
+    buffer = torch.arange(1.0, 1 + sum(t.numel() for t in tensors), device=DEVICE)
+    unpack_into(buffer, tensors)
+    same(cast_pack(tensors, torch.float32), buffer)
+
+
+@pytest.mark.parametrize("views", OVERLAPPING.values(), ids=OVERLAPPING)
+@pytest.mark.parametrize("interpreted", ["1", "0"])
+def test_tensors_that_share_some_of_their_rows(
+    views: Callable[[Tensor], list[Tensor]], interpreted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if DEVICE == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    matrix = torch.zeros(MATRIX, device=DEVICE)
+    tensors = views(matrix)
+    buffer = torch.ones(sum(t.numel() for t in tensors), device=DEVICE)
+    with pytest.raises(KernelError, match="buffer and tensors must be in memory of their own"):
+        unpack_into(buffer, tensors)
+    assert not bool(matrix.any())
+
+
+def test_a_buffer_in_the_rows_of_a_tensor() -> None:
+    memory = torch.zeros(64, device=DEVICE)
+    rows = memory[:40].view(5, 8)[:, :3]
+    with pytest.raises(KernelError, match="buffer and tensors must be in memory of their own"):
+        unpack_into(memory[30:45], [rows])
+    unpack_into(memory[35:50], [rows])
+
+
+def test_rows_that_interleave_are_told_exactly() -> None:
+    # Against the elements themselves, for all pairs of some columns, starts and lengths.
+    places = torch.arange(40)
+    layouts = itertools.product((0, 1, 5, 8, 13), (1, 3, 8), (1, 2, 3))
+    views = [places.as_strided((rows, columns), (8, 1), start) for start, columns, rows in layouts]
+    for one, other in itertools.product(views, views):
+        (first,), (second,) = _bands([one]), _bands([other])
+        apart = not set(one.flatten().tolist()) & set(other.flatten().tolist())
+        assert _interleave(first, second) == apart, (first, second)
 
 
 # Tables.

@@ -152,6 +152,20 @@ def test_a_scale_that_is_subnormal(format: torch.dtype) -> None:
     assert codes.float().tolist() == [LARGEST[format], -LARGEST[format]]
 
 
+@each_format
+def test_no_gradient_is_asked_for(format: torch.dtype) -> None:
+    codes, scales = quantize_blockwise(spread(100).requires_grad_(), format)
+    assert not codes.requires_grad
+    assert not scales.requires_grad
+
+
+def test_float64_beyond_float32_is_infinite() -> None:
+    x = torch.tensor([1.0, 1e300], dtype=torch.float64, device=DEVICE)
+    codes, scales = quantize_blockwise(x, block=1)
+    assert scales[1] == INF
+    assert dequantize_blockwise(codes, scales, block=1).isnan().tolist() == [False, True]
+
+
 def test_shapes() -> None:
     x = spread(6, 50)
     codes, scales = quantize_blockwise(x, block=60)
@@ -210,7 +224,10 @@ def test_compiled(format: torch.dtype) -> None:
     [
         ({"x": torch.zeros(3, dtype=torch.int32)}, "x"),
         ({"x": torch.zeros(3), "dtype": torch.int16}, "dtype"),
+        ({"x": [1.0, 2.0]}, "x"),
+        ({"x": torch.zeros(3).to_sparse()}, "x"),
         ({"x": torch.zeros(3), "block": 0}, "block"),
+        ({"x": torch.zeros(3), "block": 2.0}, "block"),
         ({"x": torch.zeros(3), "block": 70_000}, "block"),
     ],
 )
@@ -228,6 +245,10 @@ def test_wrong_arguments_to_quantize(arguments: dict[str, Any], name: str) -> No
         ({"scales": torch.zeros(3)}, "scales"),
         ({"scales": torch.zeros(2, device="meta")}, "scales"),
         ({"shape": (299,)}, "shape"),
+        ({"shape": (-20, -15)}, "shape"),
+        ({"shape": (300.0,)}, "shape"),
+        ({"codes": [1, 2]}, "codes"),
+        ({"scales": None}, "scales"),
         ({"block": -1}, "block"),
     ],
 )

@@ -241,6 +241,10 @@ def test_compiled(interleaved: bool) -> None:
     ("argument", "call"),
     [
         ("x", lambda x, t: rotary(x[0], t, t)),
+        ("x", lambda x, t: rotary(x.tolist(), t, t)),
+        ("x", lambda x, t: rotary(x.to_sparse(), t, t)),
+        ("interleaved", lambda x, t: rotary(x, t, t, interleaved="no")),
+        ("rotary_dim", lambda x, t: rotary(x, t, t, rotary_dim=4.0)),
         ("x", lambda x, t: rotary(x[..., :7], t, t)),
         ("x", lambda x, t: rotary(x[..., :0], t, t)),
         ("x", lambda x, t: rotary(x.int(), t, t)),
@@ -255,6 +259,7 @@ def test_compiled(interleaved: bool) -> None:
         ("cos", lambda x, t: rotary(x, t.to("meta"), t)),
         ("cos", lambda x, t: rotary(x, t.clone().requires_grad_(), t)),
         ("sin", lambda x, t: rotary(x, t, t[:, :4])),
+        ("sin", lambda x, t: rotary(x, t, None)),
         ("sin", lambda x, t: rotary(x, t, t.int())),
         ("sin", lambda x, t: rotary(x, t, t.to("meta"))),
         ("sin", lambda x, t: rotary(x, t, t.clone().requires_grad_())),

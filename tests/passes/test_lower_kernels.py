@@ -540,7 +540,7 @@ def test_the_peak_falls_by_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_open_sizes_are_left_alone_and_said() -> None:
     torch.manual_seed(0)
     model, (x, target) = Head(8, 13).double(), head_inputs(5, 8, 13)
-    loss, grads = eager_step(model, x, target)
+    _, grads = eager_step(model, x, target)
     model.zero_grad()
     options = {"lower_kernels": {"force": "all"}, **EAGER}
     torch._dynamo.reset()
