@@ -101,7 +101,8 @@ class Written(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``(2, 3, 8) → scalar``."""
         h = self.first(x)
-        return (h + self.function(h, *self.weights)).square().sum()
+        weights = [self.weights[i] for i in range(len(self.weights))]  # torch 2.11 unpacks no list
+        return (h + self.function(h, *weights)).square().sum()
 
 
 def rms_llama(x: Tensor, w: Tensor) -> Tensor:
@@ -291,7 +292,8 @@ class Broadcasts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``(2, 4, 32) → scalar``, through ``(2, 4, 4, 8)``."""
         h = self.first(x).view(2, 4, 4, 8)
-        return self.function(h, *self.weights).pow(3).sum()
+        weights = [self.weights[i] for i in range(len(self.weights))]
+        return self.function(h, *weights).pow(3).sum()
 
 
 def rotary_llama(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
