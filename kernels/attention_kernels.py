@@ -133,6 +133,7 @@ def forward(
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """Own a tile of queries: the output, and the log-sum-exp of its scores."""
     tiles = tl.cdiv(q_len, BLOCK_M)
     # Under a causal mask the last rows have most to do: they start first.
     row = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M
@@ -198,6 +199,7 @@ def backward_query(
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """Own a tile of queries: dQ, and δ for `backward_key`."""
     tiles = tl.cdiv(q_len, BLOCK_M)
     row = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M
     index = (tl.program_id(0) // tiles).to(tl.int64)
@@ -274,6 +276,7 @@ def backward_key(
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """Own a tile of keys: dK and dV, over all query heads of the group."""
     tiles = tl.cdiv(kv_len, BLOCK_N)
     col = tl.program_id(0) % tiles * BLOCK_N
     index = (tl.program_id(0) // tiles).to(tl.int64)
@@ -312,6 +315,7 @@ def backward_key(
 def dropout_mask(
     mask_ptr, seed_ptr, q_len, kv_len, dropout_p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
+    """Write M as the other kernels draw it."""
     tiles = tl.cdiv(kv_len, BLOCK_N)
     strip = tl.program_id(0) // tiles
     strips = tl.cdiv(q_len, BLOCK_M)

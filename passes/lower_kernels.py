@@ -5,10 +5,8 @@
 →   y, _, _, rstd = fxzero.norm(x, None, w, None, 1e-6, False)
     dx, dw, _ = fxzero.norm_backward(dy, None, x, w, …, rstd, …)
 
-Idioms are found by tracing them as the graph was traced (`fxzero.kernels.patterns`,
-`fxzero.graph.match`): first the forward with any sizes, then, traced anew with the sizes, dtypes
-and numbers that were found there, forward and backward to the letter. A match is left alone if
-something else reads its insides, or if shapes, dtypes or strides would change.
+Idioms are found by `fxzero.passes.find_idioms`, to the letter. A match is left alone if the kernel
+refuses its shapes, or if a result of another layout would leave the graph.
 
 A kernel wins by a table measured on the device. Without one, and on CPU, torch's operators stay;
 but `linear_cross_entropy`, which is there to save memory, is used on CPU wherever the logits are
@@ -17,325 +15,28 @@ large. Backward kernels stand where the first of the gradients was computed.
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
 
-from fxzero import _compat
 from fxzero.cost.analytic import value_bytes
 from fxzero.cost.kernel_table import KernelTable, read_table, table_for
 from fxzero.errors import ConfigError, nearest
 from fxzero.graph import Phase, StepGraph
-from fxzero.graph.match import (
-    Allowed,
-    Mapping,
-    Pattern,
-    accumulated_terms,
-    captured,
-    matches,
-)
+from fxzero.graph.match import Pattern
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
-from fxzero.passes.stamp import ancestors
-
-if TYPE_CHECKING:
-    from fxzero.kernels.patterns import Idiom
+from fxzero.passes.find_idioms import Finder, Found, depends_on
 
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default)
 _FOR_MEMORY = "linear_cross_entropy"
-Tracer = Callable[..., fx.Graph | None]
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-@dataclass
-class _Found:
-    """An idiom in a graph, forward and backward."""
-
-    idiom: Idiom
-    inputs: list[fx.Node]
-    tangent: fx.Node | None
-    nodes: list[fx.Node]
-    """All that the kernels replace, in graph order."""
-    output: fx.Node
-    gradients: list[list[fx.Node]]
-    """For each input, the terms of its gradient; none where it has none."""
-    numbers: dict[str, float]
-    differentiated: tuple[bool, ...]
-
-
-class _Finder:
-    """Looks for idioms in one graph."""
-
-    def __init__(self, graph: StepGraph, decompositions: dict[Any, Callable[..., Any]]) -> None:
-        self.graph = graph
-        self.decompositions = decompositions
-        self.has_backward = any(True for _ in graph.nodes(phase=Phase.BACKWARD))
-        self.left: list[tuple[str, list[fx.Node]]] = []
-        self.exact: dict[object, tuple[Pattern, list[int]] | None] = {}
-        self.calls: dict[object, fx.Graph | None] = {}
-        self.index()
-
-    def index(self) -> None:
-        """Look at the forward's nodes by their operator."""
-        self.by_target: dict[object, list[fx.Node]] = defaultdict(list)
-        self.dtypes = set()
-        for node in self.graph.nodes(phase=Phase.FORWARD):
-            self.by_target[node.target].append(node)
-            value = node.meta.get("val")
-            if isinstance(value, Tensor) and value.dtype in _FLOATS:
-                self.dtypes.add(value.dtype)
-
-    def find(self, idiom: Idiom) -> Iterable[_Found]:
-        """All places of an idiom; those that have been replaced meanwhile are passed over."""
-        for dtype in sorted(self.dtypes, key=str):
-            pattern = _loose(idiom, dtype, self.decompositions)
-            if pattern is None:
-                continue
-            begin = min(pattern.calls(), key=lambda n: len(self.by_target.get(n.target, ())))
-            candidates = self.by_target.get(begin.target, [])
-            for mapping in matches(pattern, begin, candidates, exact=False, allowed=_in_forward):
-                if any(node._erased for node in mapping.values()):
-                    continue
-                numbers = captured(pattern, mapping)
-                if numbers is not None:
-                    found = self.confirm(idiom, pattern, mapping, numbers)
-                    if found is not None:
-                        yield found
-
-    def confirm(
-        self, idiom: Idiom, loose: Pattern, mapping: Mapping, numbers: dict[str, float]
-    ) -> _Found | None:
-        """Match forward and backward exactly, around a forward that looks right."""
-        inputs = [mapping[p] for p in loose.graph.find_nodes(op="placeholder") if p in mapping]
-        (written,) = loose.outputs()
-        if written is None or len(inputs) != len(idiom.shapes):
-            return None
-        # Layers that were folded have been exported, which takes more apart.
-        tracers = (_compat.trace_function, _compat.trace_joint)
-        for differentiated, tracer in itertools.product(
-            _combinations(inputs, self.has_backward), tracers
-        ):
-            pattern, counts = self.trace(idiom, inputs, numbers, differentiated, tracer)
-            if pattern is None:
-                continue
-            output = pattern.outputs()[0]
-            assert output is not None
-            allowed = _in_its_phase(pattern, len(inputs))
-            for exact in matches(pattern, output, [mapping[written]], exact=True, allowed=allowed):
-                found = _found(idiom, pattern, counts, exact, numbers, differentiated)
-                if found is None:
-                    self.leave(idiom, loose, mapping, "read by others")
-                return found
-        self.leave(idiom, loose, mapping, "another backward")
-        return None
-
-    def call(self, found: _Found) -> fx.Graph | None:
-        """The kernel's call on what an idiom was found with."""
-        values = [node.meta["val"] for node in found.inputs]
-        key = (found.idiom, _key(values), tuple(found.numbers.items()), found.differentiated)
-        if key not in self.calls:
-            self.calls[key] = trace(
-                partial(found.idiom.call, **found.numbers), values, found.differentiated,
-                self.decompositions, self.graph.fake_mode,
-            )  # fmt: skip
-        return self.calls[key]
-
-    def leave(self, idiom: Idiom, loose: Pattern, mapping: Mapping, why: str) -> None:
-        """Note what looked right and is left alone."""
-        self.left.append((f"{idiom.kernel}: {why}", [mapping[n] for n in loose.calls()]))
-
-    def skipped(self) -> dict[str, int]:
-        """What was left alone, and why; not what another idiom took."""
-        kept = {nodes[-1]: why for why, nodes in self.left if not any(n._erased for n in nodes)}
-        return dict(Counter(kept.values()))
-
-    def trace(
-        self,
-        idiom: Idiom,
-        inputs: list[fx.Node],
-        numbers: dict[str, float],
-        differentiated: tuple[bool, ...],
-        tracer: Tracer,
-    ) -> tuple[Pattern | None, list[int]]:
-        """An idiom on these inputs, its gradients' sums taken apart into their terms."""
-        values = [node.meta["val"] for node in inputs]
-        key = (idiom, _key(values), tuple(numbers.items()), differentiated, tracer)
-        if key not in self.exact:
-            graph = trace(
-                partial(idiom.write, **numbers), values, differentiated,
-                self.decompositions, self.graph.fake_mode, tracer,
-            )  # fmt: skip
-            self.exact[key] = _by_terms(graph) if graph is not None else None
-        return self.exact[key] or (None, [])
-
-
-def _in_forward(_: fx.Node, node: fx.Node) -> bool:
-    return stamp_of(node).phase is Phase.FORWARD
-
-
-def _in_its_phase(pattern: Pattern, num_inputs: int) -> Allowed:
-    """Forward is what the output needs, backward what needs its gradient; others may be either."""
-    placeholders = pattern.graph.find_nodes(op="placeholder")
-    (output, *_) = pattern.outputs()
-    forward = ancestors([output] if output is not None else [])
-    backward = _depends_on(placeholders[num_inputs:])
-
-    def allowed(wanted: fx.Node, node: fx.Node) -> bool:
-        phase = stamp_of(node).phase
-        if wanted in forward:
-            return phase is Phase.FORWARD
-        return wanted not in backward or phase is Phase.BACKWARD
-
-    return allowed
-
-
-def _combinations(inputs: list[fx.Node], has_backward: bool) -> list[tuple[bool, ...]]:
-    """Which inputs may have been differentiated, those that need most first."""
-    floats = [node.meta["val"].dtype.is_floating_point for node in inputs]
-    choices = itertools.product(
-        *((True, False) if f and has_backward else (False,) for f in floats)
-    )
-    return sorted(choices, key=sum, reverse=True)
-
-
-def _key(values: list[Tensor]) -> object:
-    return tuple((str(v.shape), str(v.stride()), v.dtype, v.device) for v in values)
-
-
-def trace(
-    function: Callable[..., Any],
-    values: list[Tensor],
-    differentiated: tuple[bool, ...],
-    decompositions: dict[Any, Callable[..., Any]],
-    fake_mode: Any,
-    tracer: Tracer = _compat.trace_function,
-) -> fx.Graph | None:
-    """The joint graph of a function of tensors like these; the forward's if none is differentiated.
-
-    Returns:
-        A graph of the inputs and the output's gradient that returns the output and the inputs'
-        gradients, None where there is none. None if it cannot be traced.
-    """
-    with fake_mode:
-        inputs = [
-            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values
-        ]
-    for tensor, wanted in zip(inputs, differentiated, strict=True):
-        tensor.requires_grad_(wanted)
-    joint = any(differentiated)
-
-    def tuple_of(*args: Tensor) -> tuple[Tensor]:
-        return (function(*args),)
-
-    try:
-        with torch.enable_grad():
-            graph = tracer(tuple_of, inputs, decompositions, joint, fake_mode)
-    except (ValueError, IndexError, TypeError):  # the kernel refuses, or the idiom cannot be this
-        return None
-    for node in graph.nodes if graph is not None else ():
-        if node.target is _aten._assert_tensor_metadata.default:  # what casts leave when traced
-            node.graph.erase_node(node)
-    return graph
-
-
-_loose_patterns: dict[object, Pattern | None] = {}
-
-
-def _loose(
-    idiom: Idiom, dtype: torch.dtype, decompositions: dict[Any, Callable[..., Any]]
-) -> Pattern | None:
-    """The forward of an idiom, for any sizes."""
-    key = (idiom, dtype, bool(decompositions))
-    if key not in _loose_patterns:
-        fake_mode = _compat.fake_tensors()
-        with fake_mode:
-            values = [
-                torch.empty([-n for n in shape], dtype=torch.int64)
-                if shape[0] < 0
-                else torch.empty(shape, dtype=dtype)
-                for shape in idiom.shapes
-            ]
-        numbers = dict(idiom.numbers)
-        nothing = tuple(False for _ in values)
-        graph = trace(partial(idiom.write, **numbers), values, nothing, decompositions, fake_mode)
-        names = {number: name for name, number in idiom.numbers}
-        _loose_patterns[key] = Pattern(graph, names) if graph is not None else None
-    return _loose_patterns[key]
-
-
-def _by_terms(graph: fx.Graph) -> tuple[Pattern, list[int]]:
-    """A joint graph that returns its output and every term of every gradient.
-
-    Returns:
-        The pattern, and the number of terms of each input's gradient.
-    """
-    pattern = Pattern(graph)
-    output, *gradients = pattern.outputs()
-    terms = [accumulated_terms(g) if g is not None else [] for g in gradients]
-    end = next(iter(reversed(graph.nodes)))
-    end.args = ((output, *itertools.chain.from_iterable(terms)),)
-    graph.eliminate_dead_code()
-    return pattern, [len(t) for t in terms]
-
-
-def _found(
-    idiom: Idiom,
-    pattern: Pattern,
-    counts: list[int],
-    mapping: Mapping,
-    numbers: dict[str, float],
-    differentiated: tuple[bool, ...],
-) -> _Found | None:
-    """A match that can be taken out of its graph, or None."""
-    placeholders = pattern.graph.find_nodes(op="placeholder")
-    if any(p not in mapping for p in placeholders):
-        return None
-    inputs = [mapping[p] for p in placeholders[: len(idiom.shapes)]]
-    tangents = [mapping[p] for p in placeholders[len(idiom.shapes) :]]
-    nodes = sorted({mapping[n] for n in pattern.calls()})
-    inside = set(nodes)
-    results = [mapping[n] for n in pattern.outputs() if n is not None]
-    output, *flat = results
-    if len(set(results)) != len(results) or inside & {*inputs, *tangents}:
-        return None
-    if any(u not in inside for n in inside - set(results) for u in n.users):
-        return None
-    rest = iter(flat)
-    gradients = [list(itertools.islice(rest, count)) for count in counts]
-    if not all(_sum_up(terms, inside) for terms in gradients):
-        return None
-    tangent = tangents[0] if tangents else None
-    return _Found(idiom, inputs, tangent, nodes, output, gradients, numbers, differentiated)
-
-
-def _sum_up(terms: list[fx.Node], inside: set[fx.Node]) -> bool:
-    """Whether terms end in one sum, and nothing sees a part of it."""
-    if len(terms) < 2:
-        return True
-    chains = [_additions(term, inside) for term in terms]
-    return any(all(node in chain for chain in chains) for node in chains[0])
-
-
-def _additions(term: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
-    """The additions that a term goes through, as long as nobody else reads it on its way."""
-    chain: list[fx.Node] = []
-    node = term
-    while len(users := [u for u in node.users if u not in inside]) == 1:
-        (node,) = users
-        if len(accumulated_terms(node)) < 2:
-            break
-        chain.append(node)
-    return chain
-
-
-def _replace(graph: StepGraph, found: _Found, made: fx.Graph | None) -> str:
+def _replace(graph: StepGraph, found: Found, made: fx.Graph | None) -> str:
     """Put the kernel's call in; return why not, or nothing."""
     if made is None:
         return "not for its shapes or dtypes"
@@ -359,7 +60,7 @@ def _replace(graph: StepGraph, found: _Found, made: fx.Graph | None) -> str:
     copies = dict(zip(placeholders, inputs, strict=True))
     backward = [terms[0] for terms in found.gradients if terms]
     flat_terms = [t for terms in found.gradients for t in terms]
-    late = _depends_on(placeholders[len(found.inputs) :])
+    late = depends_on(placeholders[len(found.inputs) :])
     for node in new.calls():
         origin = min(backward, default=found.output) if node in late else found.output
         before = min(flat_terms) if node in late else found.output
@@ -410,7 +111,7 @@ def _restride(graph: StepGraph, old: fx.Node, value: Tensor, moved: dict[fx.Node
         was = node.meta["val"]
         if not isinstance(new, Tensor) or new.shape != was.shape:
             return False
-        if new.stride() != was.stride() or target is not node.target:
+        if new.stride() != was.stride():
             queue = sorted({*queue, *node.users})
         changed[node] = new
     moved.update((node, v) for node, v in changed.items() if node is not old)
@@ -424,17 +125,6 @@ def _accept(node: fx.Node, value: Tensor) -> None:
     if node.target in (_aten.view.default, _aten._unsafe_view.default):
         node.target = _aten.reshape.default
     node.meta["val"] = value
-
-
-def _depends_on(sources: Iterable[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    queue = list(sources)
-    while queue:
-        for user in queue.pop().users:
-            if user not in found:
-                found.add(user)
-                queue.append(user)
-    return found
 
 
 def _leave_out(graph: StepGraph, term: fx.Node, inside: set[fx.Node]) -> None:
@@ -483,7 +173,7 @@ class LowerKernels(Pass):
             return Notes(**({"no_table_for": gpu} if gpu and table is None else {}))
         from fxzero.kernels.patterns import IDIOMS
 
-        finder = _Finder(graph, ctx.decompositions)
+        finder = Finder(graph, ctx.decompositions)
         replaced: Counter[str] = Counter()
         for idiom in IDIOMS:
             if idiom.kernel not in wanted:
@@ -519,7 +209,7 @@ class LowerKernels(Pass):
             raise ConfigError(f"lower_kernels.force={name!r}: {nearest(name, [*KERNELS, 'all'])}")
         return names
 
-    def _loses(self, found: _Found, forced: bool, table: KernelTable | None, on_cpu: bool) -> str:
+    def _loses(self, found: Found, forced: bool, table: KernelTable | None, on_cpu: bool) -> str:
         """Why torch's operators are the better choice; empty if they are not."""
         if forced:
             return ""
