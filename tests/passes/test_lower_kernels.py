@@ -20,7 +20,7 @@ from fxzero.backend import Compilation
 from fxzero.errors import ConfigError
 from fxzero.kernels import chunked_cross_entropy
 from fxzero.passes.pipeline import PassRecord
-from fxzero.schedule.memory import simulate_memory
+from fxzero.schedule.memory import Kind, simulate_memory
 from tests.schedule.test_memory import allocated_peak_bytes
 from tests.tracing import observed
 
@@ -521,7 +521,8 @@ def test_the_peak_falls_by_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
         check_equal(found, loss, grads, 1e-5)
         graph = found.compilation.joint
         assert graph is not None
-        simulated.append(simulate_memory(graph, fuses=False).peak_bytes)
+        memory = simulate_memory(graph, fuses=False)
+        simulated.append(memory.peak_bytes)
         compiled = torch.compile(
             model, backend="fxzero", options={
                 "lower_kernels": {"enabled": enabled, "min_logits_bytes": 1 << 20}, **EAGER
@@ -537,6 +538,9 @@ def test_the_peak_falls_by_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = 1024 * classes * 4
     assert peaks[0] - peaks[1] > 1.5 * logits
     assert simulated[0] - simulated[1] > 1.5 * logits
+    chunk = 64 * classes * 4
+    held = {(item.name, item.kind): item.num_bytes for item in memory.alive}
+    assert held["linear_cross_entropy", Kind.WORKSPACE] == chunk
 
 
 def test_open_sizes_are_left_alone_and_said() -> None:
