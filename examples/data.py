@@ -19,6 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from examples.failures import SettingsError
+
 Text = npt.NDArray[np.uint8]
 
 # Tests, other people's packages, and two folders of generated tables.
@@ -43,31 +45,21 @@ def file_text(path: str | Path, max_bytes: int) -> Text:
     """A file's first `max_bytes` bytes, mapped: only what a batch needs is ever read.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is empty.
+        SettingsError: there is no such file, or it is empty.
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(
+        raise SettingsError(
             f"data.path={path}: no such file (looked for {path.resolve()}). "
             "Give the path of a text file, or train on data=stdlib, which needs none."
         )
     if path.stat().st_size == 0:
-        raise ValueError(f"data.path={path}: the file is empty. Give a text to learn from.")
+        raise SettingsError(f"data.path={path}: the file is empty. Give a text to learn from.")
     return np.memmap(path, dtype=np.uint8, mode="r")[:max_bytes]
 
 
 def split(text: Text, val_fraction: float) -> tuple[Text, Text]:
-    """The text's beginning to train on, its end to validate on.
-
-    Raises:
-        ValueError: the fraction is not between 0 and 1.
-    """
-    if not 0 < val_fraction < 1:
-        raise ValueError(
-            f"data.val_fraction={val_fraction}: the part of the text that is kept for "
-            "validation lies between 0 and 1, both excluded; 0.1 is usual."
-        )
+    """The text's beginning to train on, its end to validate on."""
     boundary = round(len(text) * (1 - val_fraction))
     return text[:boundary], text[boundary:]
 
@@ -77,7 +69,7 @@ class Batches:
     """Random rows of a text: this rank's part of each batch.
 
     Raises:
-        ValueError: the text is shorter than a row, or the ranks cannot share a batch evenly.
+        SettingsError: the text is shorter than a row, or the ranks cannot share a batch evenly.
     """
 
     text: Text
@@ -91,13 +83,13 @@ class Batches:
 
     def __post_init__(self) -> None:
         if len(self.text) <= self.block_size:
-            raise ValueError(
+            raise SettingsError(
                 f"a row needs block_size + 1 = {self.block_size + 1} bytes, this part of the text "
                 f"has {len(self.text)}. Use a longer text, another data.val_fraction, or a model "
                 "with a smaller block_size."
             )
         if self.batch_size % self.world_size:
-            raise ValueError(
+            raise SettingsError(
                 f"trainer.batch_size={self.batch_size} rows cannot be shared evenly by "
                 f"{self.world_size} ranks: choose a multiple of {self.world_size}."
             )

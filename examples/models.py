@@ -40,6 +40,19 @@ class GPTConfig:
     """Whether linear layers and layer norms have one."""
 
     def __post_init__(self) -> None:
+        """A shape that a GPT can have.
+
+        Raises:
+            ValueError: it cannot; the message names the field.
+        """
+        for name in ("num_layers", "num_heads", "hidden", "vocab_size", "block_size"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}={size!r} must be a whole number, 1 or more")
+        if not isinstance(self.bias, bool):
+            raise ValueError(f"bias={self.bias!r} must be true or false")
+        if isinstance(self.dropout, (bool, str)) or not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout!r} must be a number from 0 to below 1")
         if self.hidden % self.num_heads:
             raise ValueError(
                 f"hidden={self.hidden} cannot be split among num_heads={self.num_heads}: "
@@ -163,7 +176,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Continue tokens (B, T) by `num_tokens` sampled ones: (B, T + num_tokens).
 
-        On a sharded model this is a collective call: all ranks must make it.
+        On a sharded model this is a collective call, and gathers every layer for every token:
+        a whole copy on one rank is quicker where it fits, see `full_copy` in train.py.
         """
         was_training = self.training
         self.eval()

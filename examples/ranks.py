@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fxzero
+from examples.failures import GRACE_S, LEAVE_S, WRONG_USE, SettingsError, exit_code, report
 
 T = TypeVar("T")
 
@@ -57,16 +57,12 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-@dataclass(frozen=True)
 class Leave:
     """What rank 0 sends after the last job."""
 
-    code: int
-    """The exit status to leave with."""
-
 
 class JobFailed(SystemExit):
-    """A job failed on rank 0; where the other ranks stand in it is not known."""
+    """A job failed on this rank; where the other ranks stand in it is not known."""
 
 
 def launch(app: Callable[[], Any], job: Callable[..., Any]) -> None:
@@ -75,27 +71,43 @@ def launch(app: Callable[[], Any], job: Callable[..., Any]) -> None:
     code = lead(app) if rank() == 0 else follow(job)
     if dist.is_initialized():
         dist.destroy_process_group()
+        if code:
+            time.sleep(LEAVE_S)  # or torchrun ends the others, and lists each as a failure
     sys.exit(code)
 
 
 def lead(app: Callable[[], Any]) -> int:
-    """Rank 0's part. Whatever Hydra ends with, the ranks that wait for a job are told."""
+    """Rank 0's part. Whatever Hydra ends with, the ranks that wait for a job are told.
+
+    Only this rank leaves with an error's code: torchrun then shows one failure, and not one a rank.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through: they are told below, in a sentence
     code = 0
     try:
         app()
     except JobFailed:
         raise  # nobody waits for a job: torchrun ends them
-    except SystemExit as leaving:  # 0 after --help, 1 after an error that Hydra has printed
-        code = int(leaving.code or 0)
-    _broadcast(Leave(code))
+    except SystemExit as leaving:  # 0 after --help, 2 after an option that Hydra does not know
+        code = leaving.code if isinstance(leaving.code, int) else WRONG_USE
+        if code and "TORCHELASTIC_ERROR_FILE" in os.environ:  # far below what Hydra has printed
+            report(SettingsError("Hydra knows no such option: --hydra-help shows those it has"))
+    except Exception as error:
+        report(error)
+        code = exit_code(error)
+    _broadcast(Leave())
     return code
 
 
 def follow(job: Callable[..., Any]) -> int:
     """The part of all other ranks."""
     while not isinstance(message := _broadcast(None), Leave):
-        job(*message)
-    return message.code
+        try:
+            job(*message)
+        except Exception as error:
+            time.sleep(GRACE_S)  # rank 0 mostly says the same, and torchrun ends this process
+            report(error, rank())
+            raise JobFailed(exit_code(error)) from None
+    return 0
 
 
 def run_on_all_ranks(job: Callable[..., T], *args: Any) -> T:
@@ -103,13 +115,11 @@ def run_on_all_ranks(job: Callable[..., T], *args: Any) -> T:
     _broadcast(args)
     try:
         return job(*args)
-    except Exception:
-        if world_size() == 1:
-            raise
+    except Exception as error:
         # Hydra would go on to a sweep's next job while the other ranks still wait in a
         # collective of this one. Leave instead: torchrun then ends them too.
-        traceback.print_exc()
-        raise JobFailed(1) from None
+        report(error)
+        raise JobFailed(exit_code(error)) from None
 
 
 def _broadcast(value: Any) -> Any:

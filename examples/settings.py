@@ -1,4 +1,4 @@
-"""The types of `conf/`: what each setting is, its unit, and what it may hold.
+"""The types of `examples/conf/`: what each setting is, its unit, and what it may hold.
 
 Hydra composes the YAML files; `Settings.of` then checks the result. A key that does
 not exist or a value of the wrong type is an error before anything is built.
@@ -6,12 +6,17 @@ not exist or a value of the wrong type is an error before anything is built.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+
+from examples.failures import SettingsError
+from fxzero import Config
+from fxzero.settings import build
 
 
 class Dtype(Enum):
@@ -41,6 +46,16 @@ class DataSettings:
     """Bytes of it to use, from its beginning."""
     val_fraction: float
     """Part of the text, at its end, that is kept for validation."""
+
+    def __post_init__(self) -> None:
+        """Refuse what leaves nothing to learn from."""
+        if self.max_bytes < 1:
+            raise SettingsError(f"data.max_bytes={self.max_bytes} must be 1 or more")
+        if not 0 < self.val_fraction < 1:
+            raise SettingsError(
+                f"data.val_fraction={self.val_fraction}: the part of the text that is kept for "
+                "validation lies between 0 and 1, both excluded; 0.1 is usual."
+            )
 
 
 @dataclass
@@ -86,18 +101,20 @@ class TrainerSettings:
     def __post_init__(self) -> None:
         """Refuse what would train nothing, or something else."""
         least = {"steps": 0, "batch_size": 1, "micro_batches": 1, "warmup_steps": 0}
-        least |= {"log_every": 1, "val_every": 1, "val_batches": 1, "sample_length": 0}
+        least |= {"log_every": 1, "val_every": 1, "val_batches": 1, "sample_length": 0, "seed": 0}
         for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                raise ValueError(f"trainer.{name}={getattr(self, name)} must be {smallest} or more")
+            value = getattr(self, name)
+            if not smallest <= value < 1 << 63:
+                raise SettingsError(f"trainer.{name}={value} must be {smallest} or more")
         if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError(f"trainer.min_lr_ratio={self.min_lr_ratio} must be from 0 to 1")
-        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
-            raise ValueError(
-                f"trainer.clip_grad_norm={self.clip_grad_norm} must be positive, or null"
-            )
+            raise SettingsError(f"trainer.min_lr_ratio={self.min_lr_ratio} must be from 0 to 1")
+        norm = self.clip_grad_norm
+        if norm is not None and not (norm > 0 and math.isfinite(norm)):
+            raise SettingsError(f"trainer.clip_grad_norm={norm} must be positive, or null")
+        if self.threads is not None and not 1 <= self.threads <= 4096:
+            raise SettingsError(f"trainer.threads={self.threads} must be from 1 to 4096, or null")
         if self.step is Step.compiled and not self.compile:
-            raise ValueError("trainer.compile=false wants trainer.step=eager")
+            raise SettingsError("trainer.compile=false wants trainer.step=eager")
 
 
 @dataclass
@@ -114,21 +131,36 @@ class Settings:
     precision: PrecisionSettings
     trainer: TrainerSettings
     fxzero: dict[str, Any]
-    """Options of the compiler, as `torch.compile(..., options=...)` takes them."""
+    """The compiler's settings, as `torch.compile(..., options=...)` takes them."""
 
     def __post_init__(self) -> None:
         """Refuse what would be ignored."""
-        if self.fxzero and not self.trainer.compile:
-            raise ValueError("fxzero's options have no effect under trainer.compile=false")
+        if not 0 <= self.zero <= 3:
+            raise SettingsError(f"zero={self.zero}: ZeRO has the stages 0, 1, 2 and 3")
+        for group in ("model", "optimizer"):
+            if not isinstance(getattr(self, group).get("_target_"), str):
+                raise SettingsError(f"{group}._target_ must name what makes it: {group}=NAME")
+        if self.compiler() != Config() and not self.trainer.compile:
+            raise SettingsError("fxzero's settings have no effect under trainer.compile=false")
         if self.precision.param_dtype is Dtype.float16 and self.trainer.step is Step.eager:
-            raise ValueError("precision=fp16 scales the loss: that needs trainer.step=compiled")
+            raise SettingsError("precision=fp16 scales the loss: that needs trainer.step=compiled")
+
+    def compiler(self) -> Config:
+        """The compiler's settings."""
+        return build(Config, self.fxzero, "fxzero")
 
     @classmethod
     def of(cls, cfg: DictConfig) -> Settings:
         """Check what Hydra composed.
 
         Raises:
-            omegaconf.errors.OmegaConfBaseException: a key or a value that does not fit.
+            omegaconf.errors.OmegaConfBaseException: a key or a value of another type.
+            SettingsError: a value that would train nothing, or something else.
+            fxzero.ConfigError: one of the compiler's settings.
         """
+        compiles = OmegaConf.select(cfg, "trainer.compile", default=True)
+        if isinstance(compiles, (int, float)) and not isinstance(compiles, bool):
+            # OmegaConf takes every number but 0 for true.
+            raise SettingsError(f"trainer.compile={compiles} must be true or false")
         checked = OmegaConf.merge(OmegaConf.structured(cls), cfg)
         return cast(Settings, OmegaConf.to_object(checked))

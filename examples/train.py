@@ -5,13 +5,14 @@
     python examples/train.py data=text data.path=book.txt model=gpt_lite optimizer.lr=6e-4
 
 Two lines are fxzero's: `fxzero.shard`, and `fxzero.compile_step` or ``backend="fxzero"``.
-Settings are in `conf/`, logs go to `outputs/`.
+Settings are in `examples/conf/` and `conf/fxzero/`, logs go to `outputs/`.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import os
 import resource
 import sys
 import time
@@ -19,10 +20,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor, nn
@@ -35,6 +38,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # where `examples` li
 
 import fxzero
 from examples.data import Batches, file_text, split, stdlib_text
+from examples.failures import SettingsError
 from examples.logs import RunLog, StepNumbers, open_log
 from examples.models import GPT
 from examples.ranks import (
@@ -46,6 +50,8 @@ from examples.ranks import (
     world_size,
 )
 from examples.settings import DataSettings, Settings, Step, TrainerSettings
+
+T = TypeVar("T")
 
 
 def train(settings: Settings, output: Path) -> float:
@@ -72,9 +78,15 @@ def train(settings: Settings, output: Path) -> float:
 
     with open_log(output, settings) as log:
         since = Mark.at(0, model)
+        if trainer.compile and trainer.steps:
+            log.say("compiling the step: about a minute, and less when caches on disk are warm")
         for step in range(1, trainer.steps + 1):
             done = run_step(*to_device(train_batches[step], model))
 
+            if step == 1:
+                first_step_s = time.perf_counter() - since.time
+                log.record(step, first_step_s=first_step_s)
+                log.say(f"the first step is done, after {first_step_s:.1f} s")
             if step == 1 or step % trainer.log_every == 0 or step == trainer.steps:
                 mean_loss = mean_over_ranks(done.loss)
                 now = Mark.at(step, model)
@@ -94,7 +106,7 @@ def train(settings: Settings, output: Path) -> float:
                 log.say(f"after {step} steps: validation loss {val_loss:.3f}")
                 since = Mark.at(step, model)
 
-        return finish(model, train_batches, val_batches, trainer, log)
+        return finish(model, train_batches, val_batches, settings, log)
 
 
 def make_step(
@@ -109,7 +121,7 @@ def make_step(
             micro_batches=trainer.micro_batches,
             clip_grad_norm=trainer.clip_grad_norm,
             scheduler=schedule,
-            options=settings.fxzero,
+            options=settings.compiler(),
         )
     return ordinary_step(model, optimizer, schedule, settings)
 
@@ -151,16 +163,20 @@ def finish(
     model: GPT,
     train_batches: Batches,
     val_batches: Batches,
-    trainer: TrainerSettings,
+    settings: Settings,
     log: RunLog,
 ) -> float:
     """Final losses on both parts of the text, and a sample."""
+    trainer = settings.trainer
     train_loss = evaluate(model, train_batches, trainer.val_batches)
     val_loss = evaluate(model, val_batches, trainer.val_batches)
     log.record(trainer.steps, final_train_loss=train_loss, final_val_loss=val_loss)
     if trainer.sample_length:
-        log.sample(sample(model, trainer.sample_length, trainer.seed))
-    log.say(f"final loss: train {train_loss:.3f}, validation {val_loss:.3f}; logs in {log.output}")
+        whole = full_copy(model, settings)
+        if whole is not None:
+            log.sample(sample(whole, trainer.sample_length, trainer.seed))
+    folder = os.path.relpath(log.output)
+    log.say(f"final loss: train {train_loss:.3f}, validation {val_loss:.3f}; logs in {folder}")
     return val_loss
 
 
@@ -189,9 +205,16 @@ def make_batches(
     data: DataSettings, trainer: TrainerSettings, block_size: int
 ) -> tuple[Batches, Batches]:
     """This rank's batches to train and to validate on."""
+    return text_batches(data, trainer, block_size, rank(), world_size())
+
+
+def text_batches(
+    data: DataSettings, trainer: TrainerSettings, block_size: int, rank: int, num_ranks: int
+) -> tuple[Batches, Batches]:
+    """A rank's batches to train and to validate on."""
     text = file_text(data.path, data.max_bytes) if data.path else stdlib_text(data.max_bytes)
     train_batches, val_batches = (
-        Batches(part, block_size, trainer.batch_size, trainer.seed, rank(), world_size())
+        Batches(part, block_size, trainer.batch_size, trainer.seed, rank, num_ranks)
         for part in split(text, data.val_fraction)
     )
     return train_batches, val_batches
@@ -206,8 +229,27 @@ def evaluate(model: nn.Module, batches: Batches, num_batches: int) -> float:
     return mean_over_ranks(torch.stack(losses).mean())
 
 
+def full_copy(model: GPT, settings: Settings) -> GPT | None:
+    """The whole model on rank 0, None on the others. A collective call.
+
+    A sharded model would gather every layer again for every token. Where a copy does not fit on
+    one rank, set trainer.sample_length=0.
+    """
+    whole = {}
+    for name, value in model.state_dict().items():
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        if rank() == 0:
+            whole[name] = full
+    if rank():
+        return None
+    with torch.device("meta"):
+        copy = instantiate(settings.model)
+    copy.load_state_dict(whole, assign=True)
+    return copy
+
+
 def sample(model: GPT, num_bytes: int, seed: int) -> str:
-    """Text that the model writes after a line break, the same on every rank. Collective."""
+    """Text that the model writes after a line break."""
     device = next(model.parameters()).device
     prompt = torch.tensor([list(b"\n")], device=device)
     generator = torch.Generator(device).manual_seed(seed)
@@ -267,6 +309,57 @@ def forget() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def check(settings: Settings, num_ranks: int) -> None:
+    """Make everything once on rank 0, without memory, so that no rank starts on what cannot hold.
+
+    Raises:
+        SettingsError: rows that the ranks or micro-batches cannot share, a text that is too short
+            or not there, a model or optimizer that does not take its settings.
+    """
+    trainer = settings.trainer
+    with torch.device("meta"):
+        model = made("model", lambda: instantiate(settings.model))
+    if not isinstance(model, GPT):
+        raise SettingsError(f"model._target_ made a {type(model).__name__}; this trains a GPT")
+    if model.config.vocab_size < 256:
+        raise SettingsError(
+            f"model.vocab_size={model.config.vocab_size}: the text is read as bytes, of which "
+            "there are 256"
+        )
+    for name, value in settings.optimizer.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise SettingsError(f"optimizer.{name}={value} must be a finite number")
+        if name == "betas" and (not isinstance(value, list) or len(value) != 2):
+            raise SettingsError(f"optimizer.betas={value} must be two numbers: [0.9, 0.95]")
+    optimizer = made("optimizer", lambda: make_optimizer(model, settings))
+    if not isinstance(optimizer, Optimizer):
+        raise SettingsError(f"optimizer._target_ made a {type(optimizer).__name__}, no optimizer")
+    text_batches(settings.data, trainer, model.config.block_size, 0, num_ranks)
+    rows = trainer.batch_size // num_ranks
+    if rows % trainer.micro_batches:
+        raise SettingsError(
+            f"trainer.micro_batches={trainer.micro_batches} does not divide the {rows} rows of "
+            f"each rank: trainer.batch_size={trainer.batch_size} over {num_ranks} ranks"
+        )
+
+
+def made(group: str, make: Callable[[], T]) -> T:
+    """What Hydra makes of a group of settings.
+
+    Raises:
+        SettingsError: it does not take them; with its own words.
+    """
+    try:
+        return make()
+    except Exception as error:
+        reason = error
+        while isinstance(reason, HydraException) and reason.__cause__ is not None:
+            assert isinstance(reason.__cause__, Exception)
+            reason = reason.__cause__
+        text = " ".join(str(reason).split()).partition("full_key:")[0].strip()
+        raise SettingsError(f"{group}: {type(reason).__name__}: {text}") from None
+
+
 def job(settings: Settings, output: Path) -> float:
     """One job of a sweep, or the only one."""
     try:
@@ -275,11 +368,13 @@ def job(settings: Settings, output: Path) -> float:
         forget()
 
 
-@hydra.main(version_base="1.3", config_path="pkg://fxzero.conf", config_name="train")
+@hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> float:
     """What Hydra calls, on rank 0, for each job of the command line."""
     output = Path(HydraConfig.get().runtime.output_dir)
-    return run_on_all_ranks(job, Settings.of(cfg), output)
+    settings = Settings.of(cfg)
+    check(settings, world_size())
+    return run_on_all_ranks(job, settings, output)
 
 
 if __name__ == "__main__":

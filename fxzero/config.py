@@ -6,15 +6,10 @@ error that names the nearest right one.
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
-from typing import Any, TypeVar, Union
+from typing import Any
 
-from fxzero.errors import ConfigError, nearest
 from fxzero.passes import (
     Accumulate,
     Bucket,
@@ -35,8 +30,7 @@ from fxzero.passes import (
 )
 from fxzero.passes.lower_regions import RegionBackend
 from fxzero.schedule.settings import CostSettings
-
-T = TypeVar("T")
+from fxzero.settings import build, check_types
 
 
 @dataclass(frozen=True)
@@ -61,6 +55,9 @@ class Config:
     gather_ahead: GatherAhead = field(default_factory=GatherAhead)
     lower_regions: LowerRegions = field(default_factory=LowerRegions)
 
+    def __post_init__(self) -> None:
+        check_types(self, "options")
+
     @staticmethod
     def from_options(options: Mapping[str, Any] | Config | None) -> Config:
         """Read ``options={...}``: ``{"prefetch": {"distance": 2}, "strict": True}``.
@@ -70,7 +67,7 @@ class Config:
         """
         if isinstance(options, Config):
             return options
-        return build(Config, options or {}, "options")
+        return build(Config, {} if options is None else options, "options")
 
     def joint_passes(self) -> list[Pass]:
         """The passes of the whole step graph, in order."""
@@ -117,45 +114,3 @@ class Config:
         ahead = replace(self.gather_ahead, enabled=False) if self.cuda_graph else self.gather_ahead
         first, *others = (p for p in self.side_passes() if not isinstance(p, ReleaseSaved))
         return [first, ahead, *others]
-
-
-def build(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Make a settings dataclass of a mapping, checking names and types.
-
-    Args:
-        where: the path of the mapping, for messages.
-
-    Raises:
-        ConfigError: an unknown key, or a value of another type.
-    """
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{where} takes a mapping of settings, not {values!r}")
-    hints = typing.get_type_hints(kind)
-    known = {f.name: hints[f.name] for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    arguments = {}
-    for key, value in values.items():
-        if key not in known:
-            raise ConfigError(f"{where} has no setting {key!r}: {nearest(str(key), known)}")
-        arguments[key] = _convert(known[key], value, f"{where}.{key}")
-    return kind(**arguments)
-
-
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return value if isinstance(value, hint) else build(hint, value, where)
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        choices = [member.value for member in hint]
-        if value not in choices and not isinstance(value, hint):
-            raise ConfigError(f"{where}={value!r}: {nearest(str(value), choices)}")
-        return hint(value)
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        if value is None:
-            return None
-        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
-    if hint is bool and not isinstance(value, bool):
-        raise ConfigError(f"{where}={value!r} must be true or false")
-    if hint is int and (isinstance(value, bool) or not isinstance(value, int)):
-        raise ConfigError(f"{where}={value!r} must be a whole number")
-    if hint is float and (isinstance(value, bool) or not isinstance(value, (int, float))):
-        raise ConfigError(f"{where}={value!r} must be a number")
-    return value

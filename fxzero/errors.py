@@ -9,6 +9,8 @@
     ├── PassError           (RuntimeError)  a pass that was asked for something it cannot do
     │   └── ContractError                   passes in an order that their contracts forbid
     ├── NonFiniteGradientError (ArithmeticError)  gradients at which a step must stop
+    ├── RanksDisagreeError  (RuntimeError)  ranks whose collectives do not belong together
+    ├── RankLostError       (RuntimeError)  a rank that is gone, or stopped
     └── VerificationError   (RuntimeError)  a graph that breaks a rule which must always hold
 
     FxZeroWarning           (UserWarning)   a setting that cannot take effect
@@ -48,6 +50,14 @@ class BatchError(FxZeroError, ValueError):
 
 class NonFiniteGradientError(FxZeroError, ArithmeticError):
     """A gradient that is infinite or not a number, where the step was told to stop."""
+
+
+class RanksDisagreeError(FxZeroError, RuntimeError):
+    """Ranks that took different paths, so that their collectives do not belong together."""
+
+
+class RankLostError(FxZeroError, RuntimeError):
+    """A rank that others wait for, and that has died, has stopped or has given up."""
 
 
 class PassError(FxZeroError, RuntimeError):

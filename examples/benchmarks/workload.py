@@ -46,7 +46,7 @@ class Workload:
             HydraException: there is no such model, or it has no such setting.
         """
         chosen = [] if any(o.startswith("model=") for o in overrides) else ["model=gpt_bench"]
-        with initialize_config_module("fxzero.conf", version_base="1.3"):
+        with initialize_config_module("examples.conf", version_base="1.3"):
             composed = compose("train", overrides=[*chosen, *overrides])
         settings = OmegaConf.to_container(composed.model, resolve=True)
         assert isinstance(settings, dict)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect as inspect_module
 import json
-import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,11 +11,15 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.markup import escape
 
+from fxzero import __version__
 from fxzero.cli import tables
-from fxzero.errors import ConfigError, FxZeroError, nearest
+from fxzero.cli.failures import as_sentences
+from fxzero.cli.options import options_yaml
+from fxzero.config import Config
+from fxzero.errors import ConfigError, nearest
 from fxzero.inspect import Plan, capture
+from fxzero.inspect.target import load
 from fxzero.inspect.trace import write_trace
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -32,59 +33,161 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
+def print_version(wanted: bool) -> None:
+    """What is installed, and what it compiles for."""
+    if wanted:
+        typer.echo(f"fxzero {__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def fxzero() -> None:
-    """A compiler for distributed training steps in PyTorch."""
+def fxzero(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Print versions and exit."
+        ),
+    ] = False,
+) -> None:
+    """A compiler for distributed training steps in PyTorch.
+
+    Exit codes: 0 done, 1 the model cannot be compiled, 2 wrong use (an option, a target, a file).
+    """
+
+
+@app.command()
+def options() -> None:
+    """Print every setting of the compiler as YAML: its default, and what it does.
+
+    The same names are taken by torch.compile(..., backend="fxzero", options={...}), by
+    fxzero.compile_step(..., options={...}), by `fxzero inspect --options` as JSON, and by Hydra.
+    """
+    typer.echo(options_yaml(), nl=False)
 
 
 @app.command()
 def inspect(
-    target: Annotated[str, typer.Argument(help="Where the model is made: package.module:factory.")],
-    zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 3,
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks to compile for.")] = 8,
-    rank: Annotated[int, typer.Option(min=0, help="The rank whose graph to show.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Passed to example_inputs().")] = 2,
-    param_dtype: Annotated[Dtype | None, typer.Option(help="Dtype to compute in.")] = None,
-    reduce_dtype: Annotated[Dtype | None, typer.Option(help="Dtype to reduce in.")] = None,
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="Where the model is made: package.module:factory or file.py:factory. The function "
+            "takes no arguments and returns a model that has example_inputs(batch_size), or "
+            "(model, inputs): a tensor, a tuple, or a dict of keyword arguments."
+        ),
+    ],
+    zero: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=3,
+            help="ZeRO stage. 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also "
+            "parameters.",
+        ),
+    ] = 3,
+    world_size: Annotated[
+        int, typer.Option(min=1, max=1 << 20, help="Ranks to compile for; none of them is started.")
+    ] = 8,
+    rank: Annotated[
+        int, typer.Option(min=0, help="The rank whose graph to show, from 0 to world size - 1.")
+    ] = 0,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Rows of this rank's batch, passed to example_inputs(). Default: 2 for each "
+            "micro-batch.",
+        ),
+    ] = None,
+    param_dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="Dtype to gather and compute in. Default: that of the parameters."),
+    ] = None,
+    reduce_dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="Dtype that gradients travel in. Default: that of the parameters."),
+    ] = None,
     step: Annotated[
-        bool, typer.Option(help="Compile the whole step: compile_step, AdamW, clipping.")
+        bool,
+        typer.Option(
+            "--step", help="Compile the whole step: compile_step with AdamW, clipped to norm 1."
+        ),
     ] = False,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Of a whole step.")] = 1,
-    inference: Annotated[bool, typer.Option(help="Compile a forward alone.")] = False,
+    micro_batches: Annotated[
+        int,
+        typer.Option(min=1, max=1024, help="With --step: equal parts that each batch is split in."),
+    ] = 1,
+    inference: Annotated[
+        bool, typer.Option("--inference", help="Compile a forward alone, without gradients.")
+    ] = False,
     cluster: Annotated[
-        str, typer.Option(help="Machine to decide for: a name in conf/cluster, or a YAML file.")
-    ] = "",
+        str | None,
+        typer.Option(
+            help="Machine to decide and simulate for: a name in conf/cluster (dgx_h100, laptop, "
+            "…), or a YAML file with the same keys. Default: guessed from this one."
+        ),
+    ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write the simulated step here, for ui.perfetto.dev.")
+        Path | None,
+        typer.Option(help="Write the simulated step to this file, as JSON for ui.perfetto.dev."),
     ] = None,
     options: Annotated[
-        str, typer.Option(help="""Backend options as JSON: '{"prefetch": {"distance": 2}}'.""")
+        str,
+        typer.Option(
+            help="""Settings of the compiler as JSON: '{"prefetch": {"distance": 2}}'. """
+            "`fxzero options` lists them."
+        ),
     ] = "{}",
-    diff: Annotated[str, typer.Option(help="Show what this pass changed.")] = "",
-    code: Annotated[bool, typer.Option(help="Show the scheduled graph as Python.")] = False,
+    diff: Annotated[
+        str | None,
+        typer.Option(help="Show what this pass changed, as a diff of the graph: shard_params."),
+    ] = None,
+    code: Annotated[
+        bool,
+        typer.Option("--code", help="Show the scheduled graph as Python, in launch order."),
+    ] = False,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print JSON: the plan, and with --diff or --code those too."),
+    ] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show an error's traceback, and what torch logs.")
     ] = False,
 ) -> None:
     """Compile a model's training step for any number of ranks, and show what was decided.
 
     Runs in one process, with no accelerator and no memory for the model.
+
+    Examples:
+
+    fxzero inspect examples.models:gpt_nano --zero 3 --world-size 1024 --cluster dgx_h100
+
+    fxzero inspect model.py:tiny --step --micro-batches 4 --diff accumulate
     """
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)  # a pipe has no width: do not fold what may be searched
-    try:
-        if micro_batches > 1 and not step:
-            raise ConfigError("--micro-batches has a meaning only with --step")
-        if step and inference:
-            raise ConfigError("--inference compiles a forward alone, --step everything: take one")
-        build = load(target)
-        settings = _mapping(options)
-        if cluster:
-            settings["cost"] = {**settings.get("cost", {}), "cluster": cluster}
+    with as_sentences(traceback):
+        check_together(
+            {
+                "--micro-batches": (micro_batches > 1, "--step", step),
+                "--inference": (inference, "no --step", not step),
+                "--reduce-dtype": (reduce_dtype is not None, "no --inference", not inference),
+            }
+        )
+        if rank >= world_size:
+            raise ConfigError(f"rank {rank} is not in a world of {world_size} ranks")
+        config = settings_of(options, cluster, keep_text=diff is not None)
+        if diff is not None:
+            check_pass(diff, config, step)
+        if trace is not None and not trace.parent.is_dir():
+            raise ConfigError(
+                f"--trace {trace}: there is no folder {str(trace.parent)!r}. Name a file in a "
+                "folder that exists."
+            )
+        if trace is not None and trace.is_dir():
+            raise ConfigError(f"--trace {trace} is a folder. Name a file in it.")
         captured = capture(
-            build,
+            load(target),
             zero=zero,
             world_size=world_size,
             rank=rank,
@@ -94,63 +197,90 @@ def inspect(
             training=not inference,
             step=step,
             micro_batches=micro_batches,
-            options={**settings, "keep_text": bool(diff)},
+            options=config,
         )
         if trace is not None:
             write_trace(trace, captured)
         plan = Plan.of(captured)
         if as_json:
             data = plan.to_json()
-            if diff:
+            if diff is not None:
                 data["diffs"] = tables.diffs(captured, diff)
             if code:
                 data["code"] = tables.codes(captured)
             typer.echo(json.dumps(data, indent=1, default=str))
-        elif not (diff or code):
+        elif diff is None and not code:
             tables.print_plan(console, plan)
         else:
-            texts = tables.diffs(captured, diff) if diff else []
-            for text in texts:
+            for text in tables.diffs(captured, diff) if diff is not None else []:
                 tables.print_text(console, text, "diff")
             for text in tables.codes(captured) if code else []:
                 tables.print_text(console, text, "python")
-    except FxZeroError as error:
-        message = str(error).partition("\n\nSet TORCHDYNAMO_VERBOSE")[0]
-        Console(stderr=True).print(
-            f"[bold red]{type(error).__name__}[/]: {escape(message)}", highlight=False
-        )
-        raise typer.Exit(1) from None
 
 
-def _mapping(text: str) -> dict[str, Any]:
+def check_together(wants: dict[str, tuple[bool, str, bool]]) -> None:
+    """See that each option that is used has what it means something with.
+
+    Args:
+        wants: by option, whether it is used, what it needs beside it, and whether that is so.
+
+    Raises:
+        ConfigError: one has no meaning here.
+    """
+    for option, (used, needed, given) in wants.items():
+        if used and not given:
+            raise ConfigError(f"{option} has a meaning only with {needed}")
+
+
+def settings_of(text: str, cluster: str | None, keep_text: bool) -> Config:
+    """The compiler's settings, of ``--options`` and ``--cluster``.
+
+    Raises:
+        ConfigError: they are no settings, or contradict each other.
+    """
+    values = read_json(text)
+    if cluster is not None:
+        cost = values.get("cost", {})
+        own = cost.get("cluster", cluster) if isinstance(cost, dict) else cluster
+        if own != cluster:
+            raise ConfigError(f"--cluster {cluster} and --options' cost.cluster={own!r} differ")
+        if isinstance(cost, dict):
+            values["cost"] = {**cost, "cluster": cluster}
+    if keep_text:
+        values["keep_text"] = True
+    # Regions are compiled only if somebody asks: nothing here will run.
+    return Config.from_options({"lower_regions": {"backend": "eager"}, **values})
+
+
+def read_json(text: str) -> dict[str, Any]:
+    """A JSON object whose keys stand there once."""
+
+    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(f"--options={text!r} sets {', '.join(twice)} twice")
+        return dict(pairs)
+
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
+        value = json.loads(text, object_pairs_hook=unique)
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"--options={text!r} is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"--options={text!r} must be a JSON object")
     return value
 
 
-def load(target: str) -> Callable[[], Any]:
-    """Import ``package.module:factory``, from the working directory too.
+def check_pass(name: str, config: Config, step: bool) -> None:
+    """See that a pass of that name will run.
 
     Raises:
-        ConfigError: there is no such module, or it has no such function.
+        ConfigError: none does.
     """
-    module_name, _, name = target.partition(":")
-    if not name:
-        raise ConfigError(f"{target!r} names no factory. Write package.module:factory.")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"cannot import {module_name!r} from {Path.cwd()}: {error}. Run from the folder that "
-            "holds it, or install it."
-        ) from None
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        known = [n for n, value in vars(module).items() if inspect_module.isfunction(value)]
-        raise ConfigError(f"{module_name} has no function {name!r}: {nearest(name, known)}")
-    return factory
+    if step:
+        passes = [*config.step_passes(1, 1.0, False), *config.lowering_passes()]
+    else:
+        passes = [*config.joint_passes(), *config.side_passes()]
+    known = {p.name for p in passes}
+    if name not in known:
+        raise ConfigError(f"--diff: no pass {name!r} runs here: {nearest(name, known)}")

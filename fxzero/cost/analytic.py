@@ -14,15 +14,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from fxzero._compat import hint, hinted
 from fxzero.cost.cluster import ClusterSpec
 from fxzero.cost.model import Collective, Message, TransferCost
 from fxzero.graph.aliases import is_view
-from fxzero.graph.operators import num_bytes
+from fxzero.graph.operators import num_bytes, tensor_bytes
 from fxzero.graph.stamps import Role, stamp_of
 
 _NAMES = {
@@ -57,22 +59,27 @@ def flops_of(node: fx.Node) -> float:
     formula = flop_registry.get(packet) if packet is not None else None
     if formula is None:
         return 0.0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _hinted(n.meta["val"]))
     try:
-        return float(formula(*args, **kwargs, out_val=node.meta["val"]))
-    except (TypeError, AttributeError):  # symbolic sizes, or arguments the formula does not take
+        return float(formula(*args, **kwargs, out_val=_hinted(node.meta["val"])))
+    except (TypeError, AttributeError):  # arguments the formula does not take
         return 0.0
+
+
+def _hinted(value: Any) -> Any:
+    """A value of sizes that are numbers: a formula computes with them, and compares them."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_hinted(part) for part in value)
+    if isinstance(value, torch.Tensor):
+        return hinted(value)
+    return hint(value) if isinstance(value, torch.SymInt) else value
 
 
 def value_bytes(node: fx.Node) -> int:
     """Bytes of a node's tensors, several if it returns several."""
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else (value,)
-    total = 0
-    for tensor in values:
-        if isinstance(tensor, torch.Tensor) and isinstance(tensor.numel(), int):
-            total += tensor.numel() * tensor.element_size()
-    return total
+    return sum(map(tensor_bytes, values))
 
 
 def work_of(nodes: Sequence[fx.Node]) -> Work:

@@ -6,9 +6,10 @@ reads one of them, or a file of your own with the same keys.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -67,15 +68,44 @@ class ClusterSpec:
     """Where the figures come from."""
 
     def __post_init__(self) -> None:
-        for what, value in (
-            ("devices_per_node", self.devices_per_node),
-            ("num_nodes", self.num_nodes),
-            ("device.memory_bytes_per_s", self.device.memory_bytes_per_s),
-            ("intra.bytes_per_s", self.intra.bytes_per_s),
-            ("inter.bytes_per_s", self.inter.bytes_per_s),
-        ):
-            if not value > 0:
+        """See that times come out positive and finite, whatever is asked of the figures.
+
+        Raises:
+            ConfigError: a figure that no machine has.
+        """
+        device = self.device
+        positive = {
+            "devices_per_node": self.devices_per_node,
+            "num_nodes": self.num_nodes,
+            "device.memory_bytes_per_s": device.memory_bytes_per_s,
+            "device.memory_bytes": device.memory_bytes,
+            "device.flops_efficiency": device.flops_efficiency,
+            "device.memory_efficiency": device.memory_efficiency,
+            "intra.bytes_per_s": self.intra.bytes_per_s,
+            "inter.bytes_per_s": self.inter.bytes_per_s,
+            **{f"device.peak_flops.{dtype}": value for dtype, value in device.peak_flops.items()},
+        }
+        for what, value in positive.items():
+            if not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"cluster {self.name!r}: {what}={value} must be positive")
+        for what in ("flops_efficiency", "memory_efficiency"):
+            if getattr(device, what) > 1:
+                raise ConfigError(
+                    f"cluster {self.name!r}: device.{what}={getattr(device, what)} is a share of "
+                    "the peak, 1 at most"
+                )
+        not_negative = {
+            "device.half_peak_flops": device.half_peak_flops,
+            "device.launch_us": device.launch_us,
+            **{
+                f"{link}.{field}": getattr(getattr(self, link), field)
+                for link in ("intra", "inter")
+                for field in ("latency_us", "host_s_per_byte", "host_us")
+            },
+        }
+        for what, value in not_negative.items():
+            if not (value >= 0 and math.isfinite(value)):
+                raise ConfigError(f"cluster {self.name!r}: {what}={value} must be 0 or more")
 
 
 def known_clusters() -> list[str]:
@@ -90,21 +120,50 @@ def load_cluster(name: str) -> ClusterSpec:
     Raises:
         ConfigError: there is none of that name, or a key is missing, unknown or no number.
     """
-    from omegaconf import OmegaConf  # not loaded by importing fxzero
-
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"cost.cluster={name!r} must be a name in conf/cluster, or the path of a YAML file"
+        )
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
         if not path.is_file():
             raise ConfigError(f"cost.cluster={name!r}: there is no such file in {Path.cwd()}")
-        text = path.read_text()
+        values = _parse(path.read_bytes(), name)
     elif name in (known := known_clusters()):
-        text = (resources.files("fxzero.conf") / "cluster" / f"{name}.yaml").read_text()
+        file = resources.files("fxzero.conf") / "cluster" / f"{name}.yaml"
+        values = _parse(file.read_bytes(), name)
     else:
-        raise ConfigError(f"cost.cluster={name!r}: {nearest(name, known)}")
-    values = OmegaConf.to_container(OmegaConf.create(text))
+        raise ConfigError(
+            f"cost.cluster={name!r}: {nearest(name, known)}; or a file that ends in .yaml"
+        )
     if not isinstance(values, dict):
-        raise ConfigError(f"cluster {name!r} must be a mapping")
+        raise ConfigError(
+            f"cluster {name!r} must be a mapping with the keys of conf/cluster/laptop.yaml, not "
+            f"{type(values).__name__}"
+        )
     return _read(ClusterSpec, {"name": Path(name).stem, **values}, name)
+
+
+def _parse(content: bytes, name: str) -> Any:
+    """What a YAML file holds.
+
+    Raises:
+        ConfigError: it is none; the message has the line.
+    """
+    from omegaconf import OmegaConf  # not loaded by importing fxzero
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        text = content.decode()
+        return OmegaConf.to_container(OmegaConf.create(text), resolve=True) if text.strip() else {}
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"cluster {name!r} is no YAML that can be read: {reason}") from None
+
+
+_TEXTS = ("name", "sources")
+_COUNTS = ("devices_per_node", "num_nodes")
 
 
 def _read(kind: Any, values: Any, where: str) -> Any:
@@ -119,20 +178,51 @@ def _read(kind: Any, values: Any, where: str) -> Any:
             raise ConfigError(f"cluster {where} has no key {key!r}: {nearest(str(key), known)}")
         if key in nested:
             value = _read(nested[key], value, f"{where}.{key}")
-        elif key not in ("name", "sources", "peak_flops"):
+        elif key == "peak_flops":
+            value = _rates(value, f"{where}.{key}")
+        elif key not in _TEXTS:
             value = _number(value, f"{where}.{key}")
-        arguments[key] = value
-    try:
-        return kind(**arguments)
-    except TypeError as error:
-        raise ConfigError(f"cluster {where}: {error}") from None
+            if key in _COUNTS and value != int(value):
+                raise ConfigError(f"cluster {where}.{key}={value} must be a whole number")
+        arguments[key] = int(value) if key in _COUNTS else value
+    missing = [
+        f.name
+        for f in fields(kind)
+        if f.default is MISSING and f.default_factory is MISSING and f.name not in arguments
+    ]
+    if missing:
+        raise ConfigError(
+            f"cluster {where}: {', '.join(missing)} missing; conf/cluster/laptop.yaml shows what "
+            "each one is"
+        )
+    return kind(**arguments)
+
+
+_DTYPES = ("fp32", "bf16", "fp16", "fp64")
+
+
+def _rates(values: Any, where: str) -> dict[str, float]:
+    """FLOP/s by dtype; those of fp32 stand in for what is not named."""
+    if not isinstance(values, dict) or "fp32" not in values:
+        raise ConfigError(
+            f"cluster {where}={values!r} must be FLOP/s by dtype, fp32 among them: {{fp32: 1e13}}"
+        )
+    for dtype in values:
+        if dtype not in _DTYPES:
+            raise ConfigError(f"cluster {where} has no {dtype!r}: {nearest(str(dtype), _DTYPES)}")
+    return {dtype: _number(rate, f"{where}.{dtype}") for dtype, rate in values.items()}
 
 
 def _number(value: Any, where: str) -> float:
+    """A finite number; YAML reads ``1e9`` as text, which is one too."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"cluster {where}={value!r} must be a number") from None
+    if not math.isfinite(number):
+        raise ConfigError(f"cluster {where}={value!r} must be a finite number")
     return int(number) if number.is_integer() and not isinstance(value, float) else number
 
 

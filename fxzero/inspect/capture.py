@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils import _pytree as pytree
 
 from fxzero import _compat, backend
+from fxzero.config import Config
 from fxzero.errors import CaptureError, ConfigError
+from fxzero.inspect.target import Batch, model_and_batch
 from fxzero.runtime.regions import fresh_cache
 from fxzero.sharding import shard
 from fxzero.step import compile_step
@@ -77,10 +80,10 @@ def capture(
     zero: int,
     world_size: int,
     rank: int = 0,
-    batch_size: int = 2,
+    batch_size: int | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | Config | None = None,
     training: bool = True,
     step: bool = False,
     micro_batches: int = 1,
@@ -89,8 +92,8 @@ def capture(
 
     Args:
         build: returns a module that has ``example_inputs(batch_size)``, or a pair of a
-            module and the tuple of its inputs. It runs on fake tensors.
-        batch_size: passed to ``example_inputs``.
+            module and its inputs: see `fxzero.inspect.target`. It runs on fake tensors.
+        batch_size: passed to ``example_inputs``; the default is 2 for each micro-batch.
         options: the backend's; regions are not compiled unless asked for.
         training: also compile backward, from the model's loss: a scalar output, its
             ``loss``, or else the sum of its first output.
@@ -98,15 +101,23 @@ def capture(
         micro_batches: of a whole step.
 
     Raises:
-        CaptureError: what `build` returned cannot be called.
-        ConfigError: see `fake_ranks`.
+        CaptureError: the model has nothing to train, or its step cannot be traced.
+        ConfigError: `build` returned no model with inputs; an option that there is not; see
+            `fake_ranks`.
+        BatchError: a batch that does not divide by the number of micro-batches.
     """
-    settings: dict[str, Any] = {"lower_regions": {"backend": "eager"}, **(options or {})}
+    settings: Any = {} if options is None else options
+    if isinstance(settings, Mapping):
+        settings = {"lower_regions": {"backend": "eager"}, **settings}
+    settings = Config.from_options(settings)
+    if batch_size is None and micro_batches > 1:
+        batch_size = 2 * micro_batches
     torch._dynamo.reset()
     with fake_ranks(world_size, rank):
         mesh = init_device_mesh("cpu", (world_size,))
         with _compat.fake_tensors(), fresh_cache(), _observed() as compilations:
-            model, batch = _model_and_batch(build(), batch_size)
+            model, batch = _built(build, batch_size, micro_batches)
+            check_memory(model, batch)
             num_parameters = sum(p.numel() for p in model.parameters())
             shard(model, zero, mesh=mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
             if step:
@@ -117,15 +128,53 @@ def capture(
     return Capture(tuple(compilations), num_parameters, world_size, zero)
 
 
-def _run(
-    model: nn.Module, batch: tuple[Any, ...], training: bool, settings: Mapping[str, Any]
-) -> None:
+def _built(
+    build: Callable[[], Any], batch_size: int | None, micro_batches: int
+) -> tuple[nn.Module, Batch]:
+    """The model and its batch; a size that nobody asked for is not held against the factory."""
+    built = build()
+    own = not isinstance(built, nn.Module)
+    implied = micro_batches > 1 and batch_size == 2 * micro_batches
+    return model_and_batch(built, None if own and implied else batch_size)
+
+
+def check_memory(model: nn.Module, batch: Batch) -> None:
+    """See that nothing was made before: here tensors have shapes, and no values.
+
+    Raises:
+        ConfigError: a tensor with values; the message names it.
+    """
+    held = {
+        **{f"parameter {name}": value for name, value in model.named_parameters()},
+        **{f"buffer {name}": value for name, value in model.named_buffers()},
+        **{
+            f"input {pytree.keystr(path)}": value
+            for path, value in pytree.tree_leaves_with_path((batch.args, dict(batch.kwargs)))
+        },
+    }
+    for what, value in held.items():
+        if isinstance(value, Tensor) and not _compat.is_fake(value):
+            raise ConfigError(
+                f"{what} was made before the factory was called, and holds memory. Make the model "
+                "and its inputs inside of the factory, where tensors have none."
+            )
+
+
+def _run(model: nn.Module, batch: Batch, training: bool, config: Config) -> None:
     """Compile forward and backward by running them."""
-    compiled = torch.compile(model, backend="fxzero", options=dict(settings))
+    # torch.compile passes options on as they are, but wants a mapping.
+    options = {f.name: getattr(config, f.name) for f in fields(config)}
+    compiled = torch.compile(model, backend="fxzero", options=options)
     with contextlib.nullcontext() if training else torch.no_grad():
-        output = compiled(*batch)
+        output = compiled(*batch.args, **batch.kwargs)
     if training:
-        loss_of(output).backward()
+        loss = scalar_of(output)
+        if not loss.requires_grad:
+            raise CaptureError(
+                f"the loss of {type(model).__name__} depends on no parameter that requires a "
+                "gradient: nothing to train. Compile its forward alone (--inference), or unfreeze."
+            )
+        loss.backward()
 
 
 class _Loss(nn.Module):
@@ -135,13 +184,11 @@ class _Loss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, *batch: Any) -> Tensor:
-        return loss_of(self.model(*batch))
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return scalar_of(self.model(*args, **kwargs))
 
 
-def _run_step(
-    model: nn.Module, batch: tuple[Any, ...], micro_batches: int, settings: Mapping[str, Any]
-) -> None:
+def _run_step(model: nn.Module, batch: Batch, micro_batches: int, config: Config) -> None:
     """Compile a whole step by running it."""
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     step = compile_step(
@@ -149,34 +196,32 @@ def _run_step(
         optimizer,
         micro_batches=micro_batches,
         clip_grad_norm=1.0,
-        options=settings,
+        options=config,
     )
-    step(*batch)
+    try:
+        step(*batch.args, **batch.kwargs)
+    except _compat.no_value_error():
+        if step.loss_scale is None:
+            raise
+        # All that was left is to read whether gradients overflowed, and nothing here has values.
 
 
-def _model_and_batch(built: Any, batch_size: int) -> tuple[nn.Module, tuple[Any, ...]]:
-    if isinstance(built, nn.Module):
-        examples = getattr(built, "example_inputs", None)
-        if not callable(examples):
-            raise CaptureError(
-                f"{type(built).__name__} has no example_inputs(batch_size) to make a batch with. "
-                "Define it, or let the factory return (model, inputs)."
-            )
-        return built, tuple(examples(batch_size))
-    if isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], nn.Module):
-        return built[0], tuple(built[1])
-    raise CaptureError(
-        f"the factory returned {type(built).__name__}; it must return a module, or (module, inputs)"
-    )
+def scalar_of(output: Any) -> Tensor:
+    """The scalar that a model's output is trained by.
 
-
-def loss_of(output: Any) -> Tensor:
-    """The scalar that a model's output is trained by."""
-    if isinstance(output, Mapping):
-        output = output.get("loss", next(iter(output.values())))
-    loss = getattr(output, "loss", output)
-    if isinstance(loss, (tuple, list)):
-        loss = loss[0]
-    if not isinstance(loss, Tensor):
-        raise CaptureError(f"the model returned {type(output).__name__}: no tensor to train by")
-    return loss if loss.dim() == 0 else loss.sum()
+    Raises:
+        CaptureError: there is no tensor in it that could have a gradient.
+    """
+    found = output
+    if isinstance(found, Mapping) and found:
+        found = found.get("loss", next(iter(found.values())))
+    found = getattr(found, "loss", found)
+    if isinstance(found, (tuple, list)) and found:
+        found = found[0]
+    if not isinstance(found, Tensor) or not found.dtype.is_floating_point:
+        what = str(found.dtype) if isinstance(found, Tensor) else type(output).__name__
+        raise CaptureError(
+            f"the model returned {what}: no tensor to train by. Return a loss, a mapping or object "
+            "that has one, or floating-point outputs, which are summed up."
+        )
+    return found if found.dim() == 0 else found.sum()

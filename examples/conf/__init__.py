@@ -1,0 +1,1 @@
+"""Settings of `examples/train.py`, for Hydra."""

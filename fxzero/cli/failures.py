@@ -1,0 +1,70 @@
+"""How a command ends: 0 as asked, 1 for a finding or a failure of the compile, 2 for wrong use.
+
+Whatever went wrong is one sentence on the standard error; ``--traceback`` shows where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from fxzero.errors import BatchError, ConfigError, FxZeroError, FxZeroWarning
+from fxzero.inspect.target import raised_at
+
+FAILED = 1
+WRONG_USE = 2
+
+
+@contextlib.contextmanager
+def as_sentences(traceback: bool) -> Iterator[None]:
+    """Turn errors into a sentence and an exit code, and warnings into sentences.
+
+    Args:
+        traceback: let errors through as they are, and what torch logs of them.
+    """
+    if traceback:
+        yield
+        return
+    level = logging.root.manager.disable
+    logging.disable(logging.ERROR)  # torch logs the traceback of what it then raises
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            warnings.simplefilter("always", FxZeroWarning)
+            yield
+    except FxZeroError as error:
+        wrong_use = isinstance(error, (ConfigError, BatchError))
+        say(type(error).__name__, str(error))
+        raise typer.Exit(WRONG_USE if wrong_use else FAILED) from None
+    except (typer.Exit, typer.Abort, BrokenPipeError):
+        raise
+    except Exception as error:
+        say(
+            type(error).__name__,
+            f"{str(error).strip() or 'no reason given'}\nThe model could not be compiled; this was "
+            f"raised at {raised_at(error)}. --traceback shows how it came there.",
+        )
+        raise typer.Exit(FAILED) from None
+    finally:
+        logging.disable(level)
+
+
+def say(kind: str, message: str, style: str = "bold red") -> None:
+    """A sentence on the standard error."""
+    text = message.partition("\n\nSet TORCHDYNAMO_VERBOSE")[0]
+    Console(stderr=True, soft_wrap=True).print(
+        f"[{style}]{kind}[/]: {escape(text)}", highlight=False
+    )
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    if issubclass(category, FxZeroWarning):
+        say("warning", str(message), "bold yellow")

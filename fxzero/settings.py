@@ -1,0 +1,141 @@
+"""Settings are frozen dataclasses: what a field may hold is its type, and is checked.
+
+    build(Prefetch, {"distance": 2}, "options.prefetch")   →   Prefetch(distance=2)
+    Prefetch(distance="2")                                 →   ConfigError, by `check_types`
+
+Types are `bool`, `int`, `float`, `str`, an `Enum` (by its value too), another such dataclass, and
+each of them or None. A number is finite, and a whole one fits 64 bits. Nothing is converted that
+somebody may not have meant: ``"2"`` is no number, ``1`` is no ``true``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, TypeVar, Union
+
+from fxzero.errors import ConfigError, nearest
+
+T = TypeVar("T")
+
+LARGEST = (1 << 63) - 1
+
+
+def build(kind: type[T], values: Mapping[str, Any], where: str) -> T:
+    """Make a settings dataclass of a mapping, checking names and types.
+
+    Args:
+        where: the path of the mapping, for messages.
+
+    Raises:
+        ConfigError: an unknown key, or a value of another type.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where} takes a mapping of settings, not {_shown(values)}")
+    known = fields_of(kind)
+    arguments = {}
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"{where} has no setting {key!r}: {nearest(str(key), known)}")
+        arguments[key] = convert(known[key], value, f"{where}.{key}")
+    return kind(**arguments)
+
+
+def check_types(settings: Any, where: str) -> None:
+    """See that every field holds what its type says; for ``__post_init__``.
+
+    An enum's member may be given by its value, as in a mapping.
+
+    Raises:
+        ConfigError: a value of another type.
+    """
+    for name, hint in fields_of(type(settings)).items():
+        value = getattr(settings, name)
+        converted = convert(hint, value, f"{where}.{name}" if where else name)
+        if converted is not value:
+            object.__setattr__(settings, name, converted)  # frozen, and not yet made
+
+
+def at_least(where: str, value: float | None, least: int) -> None:
+    """See that a number is `least` or more; None is.
+
+    Raises:
+        ConfigError: it is less.
+    """
+    if value is not None and value < least:
+        must = "be positive" if least == 1 else f"be {least} or more"
+        raise ConfigError(f"{where}={value} must {must}")
+
+
+def fields_of(kind: type[Any]) -> dict[str, Any]:
+    """The types of a dataclass's fields, by name."""
+    hints = typing.get_type_hints(kind)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
+
+
+def convert(hint: Any, value: Any, where: str) -> Any:
+    """Check a value against a field's type.
+
+    Returns:
+        The value; the member where an enum's value was given, the dataclass where a mapping was.
+
+    Raises:
+        ConfigError: it is of another type.
+    """
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        if value is None:
+            return None
+        (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        return value if isinstance(value, hint) else build(hint, value, where)
+    assert isinstance(hint, type), f"{where}: settings have plain types, not {hint}"
+    if issubclass(hint, Enum):
+        return _member(hint, value, where)
+    problem = _PROBLEMS[hint](value)
+    if problem:
+        raise ConfigError(f"{where}={_shown(value)} must be {problem}")
+    return value
+
+
+def _member(kind: type[Enum], value: Any, where: str) -> Enum:
+    if isinstance(value, kind):
+        return value
+    choices = [member.value for member in kind]
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{where}={_shown(value)}: {nearest(str(value), choices)}")
+    return kind(value)
+
+
+def _no_whole_number(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int):
+        return "a whole number"
+    return "" if abs(value) <= LARGEST else "a whole number of 64 bits"
+
+
+def _no_number(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "a number"
+    return "" if abs(value) <= LARGEST and math.isfinite(value) else "a finite number"
+
+
+_PROBLEMS = {
+    bool: lambda value: "" if isinstance(value, bool) else "true or false",
+    int: _no_whole_number,
+    float: _no_number,
+    str: lambda value: "" if isinstance(value, str) else "text",
+}
+"""What a value should have been, by the type of its field; empty where it is that."""
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: a tensor or a thousand rows would hide the sentence."""
+    try:
+        text = repr(value)
+    except ValueError:  # whole numbers of more than 4,300 digits
+        text = f"a very large {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:60]}… ({type(value).__name__})"
