@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxzero import _compat
+from fxzero.graph import constants
 from fxzero.graph.modules import module_path
 from fxzero.params import is_key, layer_of
 
@@ -275,7 +276,10 @@ def trace_layer(
         inputs = [_like(v).requires_grad_(v.requires_grad and joint) for v in examples]
     run_layer = _compat.interpreted(fx.GraphModule(nn.Module(), graph))
     traced = _compat.trace_joint(run_layer, inputs, decompositions, joint, fake_mode)
-    return Layer(traced, run) if traced is not None else None
+    if traced is None:
+        return None
+    constants.record(traced)
+    return Layer(traced.graph, run)
 
 
 def _call(graph: fx.Graph, run: Run, number: int) -> fx.Node:
@@ -344,7 +348,8 @@ _MARKERS = (torch.ops.fxzero.unshard.default, torch.ops.fxzero.reshard_grad.defa
 class _Copy:
     """A layer's nodes in a joint graph, as one of its runs has them."""
 
-    def __init__(self, layer: Layer, run: Run, first_sequence: int):
+    def __init__(self, layer: Layer, run: Run, first_sequence: int, module: nn.Module):
+        self._module = module
         self._first_sequence = first_sequence
         self._keys = dict(zip(layer.run.keys, run.keys, strict=True))
         self._modules = {
@@ -367,9 +372,10 @@ class _Copy:
                 needed.add(node)
                 queue.extend(n for n in node.all_input_nodes if n not in self._copies)
         for node in sorted(needed):
+            is_constant = node.op == "get_attr"
             copy = graph.create_node(
                 node.op,
-                node.target,
+                constants.adopt(self._module, node) if is_constant else node.target,
                 fx.map_arg(node.args, self._copies.__getitem__),
                 fx.map_arg(node.kwargs, self._copies.__getitem__),
                 node.name,
@@ -394,13 +400,14 @@ def _stack_key(node: fx.Node) -> str:
 def unfold(module: fx.GraphModule, folds: Folds) -> None:
     """Put the layers' own nodes back into a traced graph, in place."""
     graph = module.graph
+    constants.record(module)
     last = max((n.meta.get("seq_nr") or 0 for n in graph.nodes), default=0)
     copies: dict[int, _Copy] = {}
     for node in list(graph.nodes):
         if node.target is _FORWARD:
             inputs, number = node.args
             layer, run = folds.layers[number]
-            copy = copies[number] = _Copy(layer, run, last + 1)
+            copy = copies[number] = _Copy(layer, run, last + 1, module)
             last += 1 + layer.last_sequence
             copy.bind(layer.placeholders[: len(inputs)], inputs)
             if node.users:

@@ -2,12 +2,15 @@
 
 SGD, Adam, AdamW and Adagrad have fused kernels in torch, which update a bucket of shards in
 one call, as soon as their gradients are there. Every other optimizer runs its own
-``step()``, on the model's own parameters, once the last gradient is there.
+``step()``, on the model's own parameters, once the last gradient is there; so does one
+whose fused kernel is wrong for its dtype: see `fxzero.proven_kernels`.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +20,10 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from fxzero import _compat
-from fxzero.errors import CaptureError
+from fxzero.errors import CaptureError, FxZeroWarning
+from fxzero.proven_kernels import is_proven
+
+log = logging.getLogger("fxzero")
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,39 @@ def kernel_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Kernel | None:
     return None
 
 
+def proven_kernel_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Kernel | None:
+    """The fused kernel of a parameter group, if it is right for all dtypes in the group."""
+    kernel = kernel_of(optimizer, group)
+    if kernel is None:
+        return None
+    by_dtype = {(p.dtype, p.device.type): p for p in group["params"]}
+    for (dtype, device), parameter in by_dtype.items():
+        if not is_proven(kernel.name, kernel.state, group, parameter):
+            _warn_of_wrong_kernel(optimizer, group, dtype, device)
+            return None
+    return kernel
+
+
+def _warn_of_wrong_kernel(
+    optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, device: str
+) -> None:
+    """Say that a fused kernel is not used, and that the optimizer itself will."""
+    name = type(optimizer).__name__
+    wrong = (
+        f"torch's fused {name} on {device} computes something else than its loop for {dtype} "
+        f"parameters (torch {torch.__version__})"
+    )
+    if group.get("fused"):
+        warnings.warn(
+            f"{wrong}, and this optimizer was made with fused=True: it trains wrongly, in an "
+            "ordinary loop too. Drop fused=True.",
+            FxZeroWarning,
+            stacklevel=4,
+        )
+    else:
+        log.warning("%s: compile_step runs %s.step() instead, at the end", wrong, name)
+
+
 def kernels_of(optimizer: Optimizer) -> tuple[Kernel, ...]:
     """Each group's kernel; empty if any group has none, or if somebody hooked into ``step()``.
 
@@ -95,8 +134,10 @@ def kernels_of(optimizer: Optimizer) -> tuple[Kernel, ...]:
             f"{type(optimizer).__name__}(differentiable=True) records its update for autograd; "
             "compile_step does not. Use the ordinary loop."
         )
-    found = [kernel_of(optimizer, group) for group in optimizer.param_groups]
-    if _compat.has_step_hooks(optimizer) or None in found:
+    if _compat.has_step_hooks(optimizer):
+        return ()
+    found = [proven_kernel_of(optimizer, group) for group in optimizer.param_groups]
+    if None in found:
         return ()
     return tuple(kernel for kernel in found if kernel is not None)
 

@@ -94,6 +94,8 @@ class Accumulate(Pass):
     """Into how many equal parts a batch is split along dim 0."""
 
     def __post_init__(self) -> None:
+        """A batch has one part or more."""
+        super().__post_init__()
         if self.micro_batches < 1:
             raise ConfigError(f"micro_batches={self.micro_batches} must be 1 or more")
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from fxzero.cost import AnalyticCosts, CostModel, load_cluster
 from fxzero.graph import StepGraph
 from fxzero.optimizers import OptimizerLayout
+from fxzero.settings import check_types
 
 
 class Fact(StrEnum):
@@ -84,6 +85,14 @@ class Pass(ABC):
     name: ClassVar[str]
     requires: ClassVar[frozenset[Fact]] = frozenset()
     provides: ClassVar[frozenset[Fact]] = frozenset()
+
+    def __post_init__(self) -> None:
+        """See that options hold what their types say; a pass with ranges adds them.
+
+        Raises:
+            ConfigError: an option that cannot hold what it was given.
+        """
+        check_types(self, self.name)
 
     @abstractmethod
     def run(self, graph: StepGraph, ctx: Context) -> Notes:

@@ -22,6 +22,7 @@ from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import Role, set_stamp, stamp_of
 from fxzero.graph.step_graph import Transfer
 from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.settings import at_least
 
 
 def _kind(transfer: Transfer) -> tuple[object, ...]:
@@ -210,10 +211,15 @@ class Bucket(Pass):
     transfer's time, by the cost model, and a quarter of the cap at most."""
 
     def __post_init__(self) -> None:
-        if self.cap_bytes is not None and self.cap_bytes <= 0:
-            raise ConfigError(f"bucket.cap_bytes={self.cap_bytes} must be positive")
-        if self.min_bytes is not None and self.min_bytes < 0:
-            raise ConfigError(f"bucket.min_bytes={self.min_bytes} must be 0 or more")
+        """What a bucket may carry, and what it should, must leave room for each other."""
+        super().__post_init__()
+        at_least("bucket.cap_bytes", self.cap_bytes, 1)
+        at_least("bucket.min_bytes", self.min_bytes, 0)
+        if self.cap_bytes is not None and (self.min_bytes or 0) > self.cap_bytes:
+            raise ConfigError(
+                f"bucket.min_bytes={self.min_bytes} is more than bucket.cap_bytes="
+                f"{self.cap_bytes}: no bucket can be both. Raise the cap, or drop min_bytes."
+            )
 
     def _least(self, costs: CostModel, message: Message, cap_bytes: int) -> int:
         """Below how many bytes a bucket travels with a neighbour."""

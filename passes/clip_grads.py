@@ -25,6 +25,7 @@ from fxzero.groups import Group
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.passes.update import Ready, ready_together
 from fxzero.runtime import updates
+from fxzero.runtime.finite import Finite
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -91,8 +92,12 @@ class ClipGrads(Pass):
     """See `fxzero.Config.stop_unless_finite`."""
 
     def __post_init__(self) -> None:
-        if self.max_norm is not None and not (self.max_norm > 0 and math.isfinite(self.max_norm)):
-            raise ConfigError(f"clip_grad_norm={self.max_norm} must be a positive number, or None")
+        """A norm to clip to is a positive number."""
+        norm: Any = self.max_norm  # compile_step's argument, whatever it was given
+        number = isinstance(norm, (int, float)) and not isinstance(norm, bool)
+        if norm is not None and not (number and norm > 0 and math.isfinite(norm)):
+            raise ConfigError(f"clip_grad_norm={norm!r} must be a positive number, or None")
+        super().__post_init__()
 
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
@@ -112,9 +117,11 @@ class ClipGrads(Pass):
                 return graph.call(target, args, stamp=_STAMP, value=scalar)
 
             inverse = None
+            names = [graph.specs[key].name for key in order]
             if self.stop_unless_finite and not self.unscale:
-                names = [graph.specs[key].name for key in order]
                 total = call(updates.stop_unless_finite, total, every, names)
+            elif not self.unscale:  # with a loss scale, such a step is skipped: a matter of course
+                total = call(Finite(names), total, every)
             if self.stop_unless_finite or self.unscale:
                 graph.skip = call(updates.is_not_finite, total)
             norm = total

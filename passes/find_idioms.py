@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fxzero.kernels.patterns import Idiom
 
 _aten = torch.ops.aten
-Tracer = Callable[..., fx.Graph | None]
+Tracer = Callable[..., fx.GraphModule | None]
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -220,10 +220,13 @@ def trace(
 
     try:
         with torch.enable_grad():
-            graph = tracer(tuple_of, inputs, decompositions, joint, fake_mode)
+            traced = tracer(tuple_of, inputs, decompositions, joint, fake_mode)
     except (ValueError, IndexError, TypeError):  # the kernel refuses, or the idiom cannot be this
         return None
-    for node in graph.nodes if graph is not None else ():
+    if traced is None or any(traced.graph.find_nodes(op="get_attr")):
+        return None  # a constant's name means nothing in another graph, so nothing would compare it
+    graph: fx.Graph = traced.graph
+    for node in graph.nodes:
         if node.target is _aten._assert_tensor_metadata.default:  # what casts leave when traced
             node.graph.erase_node(node)
     return graph

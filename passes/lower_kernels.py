@@ -30,6 +30,7 @@ from fxzero.graph.match import Pattern
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.passes.find_idioms import Finder, Found, depends_on
+from fxzero.settings import at_least
 
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default)
@@ -156,6 +157,21 @@ class LowerKernels(Pass):
     """Logits that take this much are never held as a whole: on CPU, `linear_cross_entropy` takes
     the place of a linear layer and its loss. It works on 64 MiB of them at a time."""
 
+    def __post_init__(self) -> None:
+        """Kernels that exist, a table that can be read, and nothing asked for that is off."""
+        super().__post_init__()
+        at_least("lower_kernels.min_logits_bytes", self.min_logits_bytes, 0)
+        for field in ("force", "table"):
+            value = getattr(self, field)
+            if value and not self.enabled:
+                raise ConfigError(
+                    f"lower_kernels.{field}={value!r} beside lower_kernels.enabled=false: with "
+                    f"the pass off no kernel is used. Drop one of them."
+                )
+        self._forced()
+        if self.table:
+            read_table(self.table)
+
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
         if not self.enabled:
@@ -199,14 +215,18 @@ class LowerKernels(Pass):
             ConfigError: one does not exist.
         """
         names = {name.strip() for name in self.force.split(",") if name.strip()}
+        if self.force and not names:
+            raise ConfigError(f"lower_kernels.force={self.force!r} names no kernel")
         if not names:
             return set()
         from fxzero.kernels.patterns import KERNELS
 
         if names == {"all"}:
             return set(KERNELS)
-        for name in names - set(KERNELS):
-            raise ConfigError(f"lower_kernels.force={name!r}: {nearest(name, [*KERNELS, 'all'])}")
+        for name in sorted(names - set(KERNELS)):
+            known = KERNELS if "all" in names else [*KERNELS, "all"]
+            alone = "'all' stands alone; " if name == "all" else ""
+            raise ConfigError(f"lower_kernels.force={name!r}: {alone}{nearest(name, known)}")
         return names
 
     def _loses(self, found: Found, forced: bool, table: KernelTable | None, on_cpu: bool) -> str:

@@ -16,11 +16,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import ClassVar
 
+import torch
+from torch import fx
+
 from fxzero.cost.analytic import work_of
 from fxzero.graph import Lane, Role, StepGraph
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
-from fxzero.runtime.cutout import Cutout, cut_out, runs, settle
+from fxzero.runtime.cutout import Cutout, cut_out, move_parts_together, runs
 from fxzero.runtime.regions import CACHE, Region, Structure
 from fxzero.schedule.memory import region_bytes
 
@@ -32,6 +35,25 @@ class RegionBackend(StrEnum):
     """Fused kernels, by TorchInductor."""
     EAGER = "eager"
     """Torch's own kernels, one operator at a time: nothing is lowered."""
+
+
+def reshape(graph: StepGraph) -> None:
+    """Let views copy where a tensor does not lie in memory as it was traced.
+
+    torch traces some operators with other strides than its kernels return (2.11 to 2.13, on CPU:
+    BatchNorm of a transposed tensor, the backward of mse_loss with a transposed input). A view
+    that is right in eager mode would then fail. Where memory allows a view, it stays one.
+    """
+    view = torch.ops.aten.view.default
+    for node in graph.graph.find_nodes(op="call_function", target=view):
+        if not any(_is_mutable(user) for user in node.users):
+            node.target = torch.ops.aten.reshape.default
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    """Whether an operator writes to something that it gets."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
 
 
 def lower(graph: StepGraph, cutout: Cutout, structure: Structure) -> None:
@@ -87,8 +109,9 @@ class LowerRegions(Pass):
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
         if self.backend is RegionBackend.EAGER:
+            reshape(graph)
             return Notes()
-        settle(graph)
+        move_parts_together(graph)
         before = CACHE.compilations
         cutouts = []
         for i, run in enumerate(runs(graph.graph.nodes)):
@@ -96,8 +119,7 @@ class LowerRegions(Pass):
             cutout = cut_out(graph.fake_mode, run, f"{layer}_{i}")
             if cutout.outputs:
                 cutouts.append(cutout)
-        for cutout in share_compilation(cutouts):
-            CACHE.get(cutout.key, cutout.module, graph.fake_mode)
+        CACHE.fill({c.key: c.module for c in share_compilation(cutouts)}, graph.fake_mode)
         for cutout in cutouts:
             lower(graph, cutout, CACHE.get(cutout.key, cutout.module, graph.fake_mode))
         return Notes(regions=len(cutouts), compiled=CACHE.compilations - before)

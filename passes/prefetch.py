@@ -17,16 +17,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fxzero.errors import ConfigError, PassError
+from fxzero.errors import PassError
 from fxzero.graph import Lane, StepGraph
 from fxzero.graph.step_graph import Transfer
 from fxzero.passes.base import Context, Fact, Notes, Pass
-from fxzero.runtime.cutout import settle
+from fxzero.runtime.cutout import move_parts_together
 from fxzero.schedule.agreement import agree
 from fxzero.schedule.keep import keep, keepable
 from fxzero.schedule.problem import Outline, Problem
 from fxzero.schedule.search import Found, best_order, fixed_order
 from fxzero.schedule.tasks import TaskGraph, replay
+from fxzero.settings import at_least
 
 KEEPS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
 """How many buckets to try to keep from forward to backward."""
@@ -124,16 +125,15 @@ class Prefetch(Pass):
     `distance`."""
 
     def __post_init__(self) -> None:
-        for field in ("distance", "reduce_distance"):
-            value = getattr(self, field)
-            if value is not None and value < 0:
-                raise ConfigError(f"prefetch.{field}={value} must be 0 or more")
-        if self.budget_bytes is not None and self.budget_bytes <= 0:
-            raise ConfigError(f"prefetch.budget_bytes={self.budget_bytes} must be positive")
+        """Distances count buckets; a budget holds something."""
+        super().__post_init__()
+        at_least("prefetch.distance", self.distance, 0)
+        at_least("prefetch.reduce_distance", self.reduce_distance, 0)
+        at_least("prefetch.budget_bytes", self.budget_bytes, 1)
 
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
-        settle(graph)  # so that units are the regions that will be
+        move_parts_together(graph)  # so that units are the regions that will be
         cut = graph.loss is None
         outline = Outline(graph, ctx.costs, cut=cut)
         self._warn_of_unused(ctx)

@@ -19,13 +19,13 @@ from typing import ClassVar
 from torch import fx
 
 from fxzero._compat import checkpoint_tag
-from fxzero.errors import ConfigError
 from fxzero.graph import Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import is_cheap, is_pure, num_bytes
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.passes.stamp import sink_backward
+from fxzero.settings import at_least
 
 
 def is_saved(node: fx.Node) -> bool:
@@ -112,8 +112,9 @@ class Recompute(Pass):
     `torch.utils.checkpoint` asked for."""
 
     def __post_init__(self) -> None:
-        if self.max_nodes < 0:
-            raise ConfigError(f"recompute.max_nodes={self.max_nodes} must be 0 or more")
+        """A number of operators is none, or some."""
+        super().__post_init__()
+        at_least("recompute.max_nodes", self.max_nodes, 0)
 
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""

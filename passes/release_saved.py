@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fxzero.graph import Phase, Role, Stamp, StepGraph
-from fxzero.graph.aliases import view_base
+from fxzero.graph.aliases import root, view_base
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
@@ -56,6 +56,7 @@ def private_saved(
 
 def last_reader(node: fx.Node) -> fx.Node | None:
     """The last node that reads this one's memory; None if that leaves the graph."""
+    owner = root(node)
     seen = [node]
     last: fx.Node | None = None
     for current in seen:
@@ -63,7 +64,7 @@ def last_reader(node: fx.Node) -> fx.Node | None:
             if user.op == "output":
                 return None
             last = user if last is None or last < user else last
-            if view_base(user) is current and user not in seen:
+            if user not in seen and root(user) is owner:  # parts of a split too
                 seen.append(user)
     return last
 

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxzero.errors import PassError
+from fxzero.errors import CaptureError, PassError
 from fxzero.graph import Lane, Phase, Role, Segment, Stamp, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.stamps import stamp_of
@@ -88,6 +88,11 @@ def reduce(
     finish = replace(stamp, role=Role.FINISH)
     value: torch.Tensor = total.meta["val"]
     communicates = spec.shard_group is not None or spec.replica_groups
+    if communicates and value.layout is not torch.strided:
+        raise CaptureError(
+            f"the gradient of {spec.name} is sparse ({value.layout}), and ranks exchange dense "
+            "ones. Use nn.Embedding(sparse=False)."
+        )
     if communicates and value.dtype != spec.reduce_dtype:
         total = graph.call(
             _aten._to_copy.default, (total,), {"dtype": spec.reduce_dtype}, stamp=compute

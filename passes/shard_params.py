@@ -20,10 +20,12 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from fxzero.errors import CaptureError
 from fxzero.graph import Lane, Role, Segment, Stamp, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import is_cast_or_copy
 from fxzero.graph.stamps import set_stamp, stamp_of
+from fxzero.graph.step_graph import source_line
 from fxzero.params import ParamSpec
 from fxzero.passes.base import Context, Fact, Notes, Pass
 
@@ -191,6 +193,23 @@ def _all_views(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def refuse_changed_shard(spec: ParamSpec, source: fx.Node) -> None:
+    """Gathers may start before anything else has run, so a shard must be there from the start.
+
+    Raises:
+        CaptureError: the forward changes a sharded parameter and then reads it.
+    """
+    if spec.shard_group is None or source.op == "placeholder":
+        return
+    line = source_line(source)
+    where = f" at {line}" if line else ""
+    raise CaptureError(
+        f"the forward changes the parameter {spec.name}{where} and reads it afterwards. At "
+        f"zero={spec.zero} that would gather in the middle of a step. Change it between two steps, "
+        "under torch.no_grad(), keep it as a buffer, or use fxzero.shard(model, zero=0)."
+    )
+
+
 def place(graph: StepGraph, spec: ParamSpec, marker: fx.Node, segments: list[Segment]) -> int:
     """Replace one parameter's marker by what its stage asks for; return the gathers made.
 
@@ -198,7 +217,10 @@ def place(graph: StepGraph, spec: ParamSpec, marker: fx.Node, segments: list[Seg
         segments: those of the step, in the order in which they run.
     """
     source = shard_source(marker.all_input_nodes[0])
+    changes = source in graph.mutated
     per_segment = spec.shard_group is None or spec.zero == 3
+    if changes and graph.loss is None:
+        per_segment = False  # by the time of backward the input has its new value
     fulls: list[tuple[fx.Node, Stamp]] = []
     for segment in segments:
         if fulls and not per_segment:
@@ -218,6 +240,9 @@ def place(graph: StepGraph, spec: ParamSpec, marker: fx.Node, segments: list[Seg
         )
         with graph.graph.inserting_before(needed), graph.made_for(marker):
             full = gather(graph, source, spec, stamp)
+            if full is source and changes and not per_segment:
+                compute = replace(stamp, lane=Lane.COMPUTE, role=Role.COMPUTE)
+                full = graph.call(_aten.clone.default, (source,), stamp=compute)
             if segment != segments[0] and per_segment:
                 read_in(graph, marker, full, segment)
         fulls.append((full, stamp))
@@ -243,11 +268,14 @@ class ShardParams(Pass):
 
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
-        markers: dict[str, list[fx.Node]] = {}
+        # A parameter that the forward changes is read with several values: one gather for each.
+        markers: dict[tuple[str, fx.Node], list[fx.Node]] = {}
         for node in graph.nodes(role=Role.UNSHARD):
-            markers.setdefault(stamp_of(node).params[0], []).append(node)
+            source = shard_source(node.all_input_nodes[0])
+            markers.setdefault((stamp_of(node).params[0], source), []).append(node)
         made = 0
         segments = graph.segments()
-        for key, nodes in markers.items():
+        for (key, source), nodes in markers.items():
+            refuse_changed_shard(graph.specs[key], source)
             made += place(graph, graph.specs[key], _one_marker(graph, nodes), segments)
         return Notes(params=len(markers), gathers=made)

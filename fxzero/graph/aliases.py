@@ -53,14 +53,3 @@ def root(node: fx.Node) -> fx.Node:
     while (base := view_base(node)) is not None:
         node = base
     return node
-
-
-def alias_sets(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Nodes by the owner of their memory, in one walk over nodes in graph order."""
-    owner: dict[fx.Node, fx.Node] = {}
-    sets: dict[fx.Node, list[fx.Node]] = {}
-    for node in nodes:
-        base = view_base(node)
-        owner[node] = owner.get(base, base) if base is not None else node
-        sets.setdefault(owner[node], []).append(node)
-    return sets

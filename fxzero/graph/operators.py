@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
 
-from fxzero._compat import is_symbolic
+from fxzero._compat import hint, is_symbolic
 from fxzero.graph.aliases import is_view
 
 _aten = torch.ops.aten
@@ -72,9 +73,12 @@ def is_cheap(node: fx.Node) -> bool:
 
 
 def num_bytes(node: fx.Node) -> int:
-    """Bytes of a node's value; 0 when it is no tensor or has a symbolic shape."""
-    value = node.meta.get("val")
+    """Bytes of a node's value; 0 when it is no tensor."""
+    return tensor_bytes(node.meta.get("val"))
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of a tensor, of one with symbolic sizes as large as it is now; 0 of anything else."""
     if not isinstance(value, torch.Tensor):
         return 0
-    elements = value.numel()
-    return elements * value.element_size() if isinstance(elements, int) else 0
+    return hint(value.numel()) * value.element_size()

@@ -314,6 +314,13 @@ def describe_value(value: Any) -> str:
     return type(value).__name__ if value is not None else "None"
 
 
+def source_line(node: fx.Node) -> str:
+    """The innermost line of the user's code that made a node."""
+    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    trace = [line for line in trace if line.strip("^~ ")]  # Python 3.11 underlines
+    return " ".join(trace[-2:])
+
+
 def node_line(node: fx.Node) -> str:
     """A node as `StepGraph.text` prints it."""
     value = describe_value(node.meta.get("val"))

@@ -3,32 +3,44 @@
     stamped       every node has a stamp
     waits         every collective is waited for exactly once per tensor, after its launch
                   and before its first use
+    constants     what a node reads from the module is what it was traced with
+    belongings    what is waited for is the parameter that was sent, over its group
     releases      nothing reads a parameter after its release
-    reductions    every trainable parameter's gradient is reduced exactly once (in a step of
-                  several micro-batches, each of its terms) before it leaves the graph or
-                  updates the parameter
-    updates       nothing reads a parameter, or a buffer, after it was updated
+    reductions    every trainable parameter's gradient is its own, averaged exactly once over
+                  each of its groups, and holds every micro-step once, before it leaves the
+                  graph or updates the parameter
+    updates       an update takes the parameter's own gradient and state; nothing reads a
+                  parameter, or a buffer, after it was updated, but the next step's gathers,
+                  which do not start before
     randomness    a random node is never run twice
-    ranks         the sequence of collectives is the same on all ranks (`check_ranks`)
 
+That all ranks run the same sequence of collectives is compared when they run: see
+`fxzero.runtime.agree`.
 A failure shows the node, ten nodes either side, the user's source line and what to do.
 """
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx
 
-from fxzero._compat import default_store
 from fxzero.errors import VerificationError
 from fxzero.graph.aliases import view_base
+from fxzero.graph.belongings import (
+    Finding,
+    early_launches,
+    micro_steps,
+    wrong_gradient,
+    wrong_transfers,
+    wrong_updates,
+)
+from fxzero.graph.constants import mismatch
 from fxzero.graph.operators import is_random
 from fxzero.graph.stamps import Lane, Role, has_stamp, stamp_of
-from fxzero.graph.step_graph import StepGraph, node_line
+from fxzero.graph.step_graph import StepGraph, node_line, source_line
 
 _RELEASES = (torch.ops.fxzero.release.default, torch.ops.fxzero.release_saved.default)
 
@@ -48,13 +60,15 @@ def verify(graph: StepGraph, facts: Iterable[str], *, after: str) -> None:
         check_stamps(graph, after)
         check_order(graph, after)
         check_randomness(graph, after)
+        check_constants(graph, after)
     if known & {"gathered", "reduced", "cut"}:
         check_waits(graph, after)
+        _none_of(graph, after, wrong_transfers(graph))
         check_releases(graph, after)
     if "reduced" in known and "cut" not in known:
         check_reductions(graph, after)
     if "updated" in known:
-        check_updates(graph, after)
+        check_updates(graph, after, lowered="cut" in known)
 
 
 def _fail(graph: StepGraph, node: fx.Node, after: str, rule: str, advice: str) -> None:
@@ -62,18 +76,17 @@ def _fail(graph: StepGraph, node: fx.Node, after: str, rule: str, advice: str) -
     at = nodes.index(node) if node in nodes else 0
     near = nodes[max(at - 10, 0) : at + 11]
     lines = [f"{'>' if n is node else ' '} {node_line(n)}" for n in near]
-    source = _source_line(node)
+    source = source_line(node)
     where = f"\nfrom {source}" if source else ""
     raise VerificationError(
         f"after pass {after!r}: {rule}{where}\n\n" + "\n".join(lines) + f"\n\n{advice}"
     )
 
 
-def _source_line(node: fx.Node) -> str:
-    """The innermost line of the user's code that made a node."""
-    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    trace = [line for line in trace if line.strip("^~ ")]  # Python 3.11 underlines
-    return " ".join(trace[-2:])
+def _none_of(graph: StepGraph, after: str, findings: Iterable[Finding]) -> None:
+    """See that there is no finding."""
+    for found in findings:
+        _fail(graph, found.node, after, found.rule, found.advice)
 
 
 def check_stamps(graph: StepGraph, after: str) -> None:
@@ -116,6 +129,20 @@ def check_randomness(graph: StepGraph, after: str) -> None:
                 f"random node {node.name} repeats {stamp_of(node).again}: backward would see other "
                 "numbers than forward",
                 "Save its result instead of running it again.",
+            )
+
+
+def check_constants(graph: StepGraph, after: str) -> None:
+    """Every `get_attr` reads the very value that it was traced with, unchanged."""
+    for node in graph.graph.find_nodes(op="get_attr"):
+        wrong = mismatch(graph.module, node)
+        if wrong:
+            _fail(
+                graph,
+                node,
+                after,
+                f"the constant {node.target} is not the one of {node.name}: {wrong}",
+                "Copy such a node into another module by fxzero.graph.constants.adopt.",
             )
 
 
@@ -183,7 +210,9 @@ def _nothing_reads_after(
     for node in graph.graph.nodes:
         base = view_base(node)
         owner[node] = owner[base] if base is not None else node
-        for source in node.all_input_nodes:
+        # The next step's gathers read what this one has updated.
+        is_ahead = node.op == "call_function" and stamp_of(node).role is Role.AHEAD
+        for source in () if is_ahead else node.all_input_nodes:
             end = ended.get(owner[source])
             if end is not None:
                 rule = f"{node.name} reads {source.name} after {end.name} {what}"
@@ -195,10 +224,11 @@ def _nothing_reads_after(
 def check_reductions(graph: StepGraph, after: str) -> None:
     """Each trainable parameter's gradient passes through its reductions exactly once."""
     values = graph.output_values
+    steps = micro_steps(graph)
     for position, key in graph.gradients.items():
         node = values[position]
         if isinstance(node, fx.Node):
-            _check_reduced(graph, node, key, after)
+            _check_reduced(graph, node, key, steps, after)
     for node in graph.graph.nodes:
         if node.op == "call_function" and stamp_of(node).role is Role.RESHARD:
             _fail(
@@ -210,7 +240,7 @@ def check_reductions(graph: StepGraph, after: str) -> None:
             )
 
 
-def _check_reduced(graph: StepGraph, node: fx.Node, key: str, after: str) -> None:
+def _check_reduced(graph: StepGraph, node: fx.Node, key: str, steps: list[int], after: str) -> None:
     """See that a gradient passed the reductions of its parameter."""
     spec = graph.specs[key]
     expected = [g.name for g in (spec.shard_group, *spec.replica_groups) if g is not None]
@@ -225,10 +255,15 @@ def _check_reduced(graph: StepGraph, node: fx.Node, key: str, after: str) -> Non
             f"the gradient of {spec.name} is reduced over groups {found}, expected {expected}",
             "Every trainable parameter is reduced once over each group that shares it.",
         )
+    _none_of(graph, after, wrong_gradient(graph, node, key, steps))
 
 
-def check_updates(graph: StepGraph, after: str) -> None:
-    """Updates get reduced gradients, and come after the last reader of what they change."""
+def check_updates(graph: StepGraph, after: str, *, lowered: bool = False) -> None:
+    """Updates get their own reduced gradients, after the last reader of what they change.
+
+    Args:
+        lowered: transfers are the backend's own, which do not say how they reduce.
+    """
 
     def changed(node: fx.Node) -> Iterable[fx.Node]:
         if node.op != "call_function" or stamp_of(node).role is not Role.UPDATE:
@@ -240,12 +275,15 @@ def check_updates(graph: StepGraph, after: str) -> None:
     _nothing_reads_after(
         graph, after, changed, "has changed it", "Move the update behind the last reader."
     )
-    for node in graph.nodes(role=Role.UPDATE):
+    _none_of(graph, after, wrong_updates(graph))
+    _none_of(graph, after, early_launches(graph))
+    steps = micro_steps(graph)
+    for node in () if lowered else graph.nodes(role=Role.UPDATE):
         gradients = node.args[1]
         assert isinstance(gradients, (list, tuple))
         for key, gradient in zip(stamp_of(node).params, gradients, strict=False):
             assert isinstance(gradient, fx.Node)
-            _check_reduced(graph, gradient, key, after)
+            _check_reduced(graph, gradient, key, steps, after)
 
 
 def _reductions(node: fx.Node) -> list[str] | None:
@@ -261,7 +299,7 @@ def _reductions(node: fx.Node) -> list[str] | None:
         elif stamp.role is Role.KEEP and node.target is torch.ops.fxzero.keep_grad.default:
             return None
         elif stamp.role is Role.ACCUMULATE:
-            kinds = [_reductions(part) for part in node.all_input_nodes]
+            kinds = [_reductions(part) for part in node.args if isinstance(part, fx.Node)]
             if kinds[0] is None or kinds[1] is None:
                 return None
             # Every micro-step's gradient passes the same reductions.
@@ -271,56 +309,3 @@ def _reductions(node: fx.Node) -> list[str] | None:
         else:
             break
     return groups
-
-
-def collectives_digest(graph: StepGraph) -> str:
-    """A hash of the sequence of collectives: operators, groups, global shapes and dtypes."""
-    digest = hashlib.sha256()
-    for transfer in graph.transfers():
-        stamp = transfer.stamp
-        words = [stamp.phase.value, str(transfer.launch.target), *stamp.params]
-        words += [str(argument) for argument in transfer.launch.args[1:-1]]
-        words += [str(node.meta["val"].dtype) for node in transfer.tensors]
-        digest.update("|".join(words).encode())
-    return digest.hexdigest()
-
-
-_posted: dict[str, list[str]] = {}
-
-
-def check_ranks(graph: StepGraph, identity: str, rank: int) -> None:
-    """Compare this rank's collectives with the first rank that compiled the same graph.
-
-    Nothing is waited for: the first to arrive posts its digest in the process group's
-    store, later ones compare. A model's graphs are numbered in the order in which new
-    sequences of collectives appear, so that a graph which one rank alone compiles again
-    (for another batch size, say) counts once.
-
-    Args:
-        identity: what the ranks agree to call the model.
-
-    Raises:
-        VerificationError: the sequences differ; going on would hang in a collective.
-    """
-    store = default_store()
-    if store is None or not graph.transfers():
-        return
-    digest = collectives_digest(graph)
-    versions = _posted.setdefault(identity, [])
-    if digest in versions:
-        return
-    versions.append(digest)
-    key = f"fxzero/collectives/{identity}/{len(versions)}"
-    first = store.compare_set(key, "", f"{digest} {rank}").decode()
-    theirs, _, first_rank = first.partition(" ")
-    if theirs != digest:
-        order = "\n".join(
-            f"  {t.stamp.phase.value} {t.launch.target} {', '.join(t.stamp.params)}"
-            for t in graph.transfers()[:20]
-        )
-        raise VerificationError(
-            f"rank {rank} and rank {first_rank} would run different sequences of collectives for "
-            f"the same graph, and hang. This rank's sequence begins with\n{order}\n"
-            "Build the model and call it alike on all ranks: the same branches, the same frozen "
-            "parameters, the same options."
-        )

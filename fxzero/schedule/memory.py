@@ -30,7 +30,7 @@ from fxzero.cost.analytic import flops_of
 from fxzero.cost.workspace import workspace_bytes
 from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
-from fxzero.graph.operators import num_bytes
+from fxzero.graph.operators import num_bytes, tensor_bytes
 from fxzero.graph.stamps import stamp_of
 from fxzero.runtime import collectives
 from fxzero.runtime.cutout import runs
@@ -366,13 +366,6 @@ def _groups(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
         elif run[0] is node:
             groups.append(list(run))
     return groups
-
-
-def tensor_bytes(value: Any) -> int:
-    """Bytes of a tensor; 0 of anything else."""
-    if not isinstance(value, torch.Tensor) or not isinstance(value.numel(), int):
-        return 0
-    return value.numel() * value.element_size()
 
 
 _REDUCTIONS = {"sum", "mean", "amax", "amin", "var_mean", "var", "prod", "argmax", "any", "all"}

@@ -15,6 +15,7 @@ from fxzero.cost.model import CostModel
 from fxzero.errors import ConfigError
 from fxzero.graph import StepGraph
 from fxzero.schedule.measured import MeasuredCosts
+from fxzero.settings import check_types
 
 
 class CostKind(StrEnum):
@@ -32,11 +33,15 @@ class CostSettings:
     """Which costs a compilation decides by."""
 
     model: CostKind = CostKind.ANALYTIC
+    """``analytic``: a roofline and α–β, from the figures of a cluster. ``measured``:
+    micro-benchmarks of this model's regions and this machine's collectives, made once by rank 0."""
     cluster: str | None = None
     """A name in `conf/cluster/`, or the path of a YAML file with the same keys. None guesses from
     the device and from torchrun's variables."""
 
     def __post_init__(self) -> None:
+        """A cluster that there is, before anything is compiled for it."""
+        check_types(self, "cost")
         if self.cluster is not None:
             load_cluster(self.cluster)
 
