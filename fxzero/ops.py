@@ -27,10 +27,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from fxzero._compat import backward_keeps_graph, backward_number, free_storage
-from fxzero.errors import FxZeroWarning
+from fxzero._compat import backward_keeps_graph, backward_number, free_storage, local_tensor
+from fxzero.errors import CaptureError, FxZeroWarning
+from fxzero.gradients import note_reduced
 from fxzero.params import GradSync, KeptGradient, ModelState, ParamSpec, spec_of
+from fxzero.runtime.agree import agree_eagerly
+from fxzero.runtime.lost import explaining
 
 _c10d = torch.ops._c10d_functional
 
@@ -60,18 +64,22 @@ def _unshard(shard: Tensor, param: str, sync: str) -> Tensor:
         return part.clone() if part.data_ptr() == shard.data_ptr() else part
     part = pad_rows(part, spec.chunk_rows).contiguous()
     group = spec.shard_group
+    agree_eagerly(group.name, f"gather {param}")
     full = _c10d.wait_tensor(_c10d.all_gather_into_tensor(part, group.size, group.name))
     return full[: spec.shape[0]]
 
 
 def _unshard_fake(shard: Tensor, param: str, sync: str) -> Tensor:
     spec = spec_of(param)
+    if spec.shard_group is None:  # a copy, with the strides of what is copied
+        return torch.empty_like(shard, dtype=spec.compute_dtype)
     return shard.new_empty(spec.shape, dtype=spec.compute_dtype)
 
 
 def _average(tensor: Tensor, spec: ParamSpec) -> Tensor:
     """Average over the groups that hold the same part."""
     for group in spec.replica_groups:
+        agree_eagerly(group.name, f"reduce the gradient of {spec.key}")
         tensor = _c10d.wait_tensor(_c10d.all_reduce(tensor, "avg", group.name))
     return tensor
 
@@ -79,15 +87,20 @@ def _average(tensor: Tensor, spec: ParamSpec) -> Tensor:
 def _reshard_grad(grad: Tensor, param: str, sync: str) -> Tensor:
     spec = spec_of(param)
     if sync == GradSync.ACCUMULATE.value:
-        return _keep_grad(grad, param)
+        kept = _keep_grad(grad, param)
+        note_reduced(param, kept)
+        return kept
     if sync == GradSync.REDUCE_ACCUMULATED.value:
         grad = _add_kept_grad(grad, param)
     full = grad.to(spec.reduce_dtype).contiguous()
     if spec.shard_group is None:
         reduced = _average(full, spec).to(spec.dtype)
-        return reduced.clone() if reduced.data_ptr() == grad.data_ptr() else reduced
+        reduced = reduced.clone() if reduced.data_ptr() == grad.data_ptr() else reduced
+        note_reduced(param, reduced)
+        return reduced
     full = pad_rows(full, spec.padded_rows)
     group = spec.shard_group
+    agree_eagerly(group.name, f"reduce the gradient of {spec.key}")
     part = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(full, "avg", group.size, group.name))
     return _average(part, spec)[: spec.local_shape[0]].to(spec.dtype)
 
@@ -100,14 +113,36 @@ def _shard_like_fake(grad: Tensor, param: str, sync: str = "") -> Tensor:
 def _kept(spec: ParamSpec) -> KeptGradient | None:
     """What is kept of a parameter's gradient, unless the caller has forgotten it.
 
-    An earlier backward left a zero gradient behind; None means that zero_grad() came
-    between, and must forget what was kept too.
+    An earlier backward left a zero gradient behind. If it is None now, or was written to and
+    is zero, zero_grad() came between, and must forget what was kept too.
     """
     kept = spec.state.kept.get(spec.key)
     parameter = spec.parameter() if spec.parameter is not None else None
     if kept is None or parameter is None or kept.backward == backward_number():
         return kept
-    return kept if parameter.grad is not None else None
+    if parameter.grad is None:
+        return None
+    written = kept.version is not None and parameter.grad._version != kept.version
+    return None if written and not local_of(parameter.grad).any() else kept
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _note_version(spec: ParamSpec, kept: KeptGradient) -> None:
+    """Note the version of ``.grad`` once autograd has added to it what `_keep_grad` returns."""
+    parameter = spec.parameter() if spec.parameter is not None else None
+    if parameter is None or not parameter.requires_grad:
+        return
+
+    def note(parameter: Tensor) -> None:
+        handle.remove()
+        if parameter.grad is not None:
+            kept.version = parameter.grad._version
+
+    handle = parameter.register_post_accumulate_grad_hook(note)
 
 
 def _warn_of_leftovers(state: ModelState) -> None:
@@ -135,6 +170,8 @@ def _keep_grad(grad: Tensor, param: str) -> Tensor:
     else:
         kept.grad.add_(grad)
         kept.backward = backward_number()
+        kept.version = None
+    _note_version(spec, kept)
     if state.sync == GradSync.REDUCE.value:
         state.sync = GradSync.REDUCE_ACCUMULATED.value
     if late:
@@ -165,11 +202,16 @@ def _full_like_fake(grad: Tensor, param: str) -> Tensor:
 
 def _micro_batch(batch: Tensor, index: int, count: int) -> Tensor:
     rows = batch.shape[0] // count
-    return batch[index * rows : (index + 1) * rows].clone()
+    part = batch[index * rows : (index + 1) * rows]
+    if 0 in part.stride():  # expanded: rows that share memory cannot be written apart
+        return part.clone()
+    return part.new_empty_strided(part.shape, part.stride()).copy_(part)
 
 
 def _micro_batch_fake(batch: Tensor, index: int, count: int) -> Tensor:
-    return batch.new_empty((batch.shape[0] // count, *batch.shape[1:]))
+    # Strides too: what runs in its place is a view, and a batch need not be contiguous.
+    shape = (batch.shape[0] // count, *batch.shape[1:])
+    return batch.new_empty_strided(shape, batch.stride())
 
 
 def _release(tensors: list[Tensor]) -> None:
@@ -187,8 +229,8 @@ def _release_fake(tensors: list[Tensor]) -> None:
 
 
 for _name, _eager, _fake in (
-    ("unshard", _unshard, _unshard_fake),
-    ("reshard_grad", _reshard_grad, _shard_like_fake),
+    ("unshard", explaining(_unshard), _unshard_fake),
+    ("reshard_grad", explaining(_reshard_grad), _shard_like_fake),
     ("keep_grad", _keep_grad, _shard_like_fake),
     ("add_kept_grad", _add_kept_grad, _full_like_fake),
     ("micro_batch", _micro_batch, _micro_batch_fake),
@@ -207,6 +249,11 @@ def _remember(ctx: Any, inputs: tuple[Tensor, str, str], output: Tensor) -> None
 
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    if grad.layout is not torch.strided:
+        raise CaptureError(
+            f"the gradient of {spec_of(ctx.param).name} is sparse ({grad.layout}), and the ranks "
+            "reduce dense ones. Use nn.Embedding(sparse=False)."
+        )
     return torch.ops.fxzero.reshard_grad(grad, ctx.param, ctx.sync), None, None
 
 

@@ -4,8 +4,9 @@ Gathers and exchanges are point-to-point messages of torch.distributed: every ra
 its part straight to the others, which receive it where it belongs. Gloo's own all-gather
 assembles a flat scratch copy and its reduce-scatter is an all-reduce inside; measured on
 two ranks and 12.6 MB, messages take half of the all-gather's time and no memory.
-Messages between two ranks match in the order of their launches, which is the same on
-all ranks: `verify` compares the sequences at compile time.
+Messages between two ranks match in the order of their launches and by the tag of the graph
+that runs; that the other ranks run the same graph is compared before the first wait: see
+`fxzero.runtime.agree`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ import torch
 from torch import Tensor
 
 from fxzero._compat import free_storage, launch_all_reduce, resolve_process_group
-
-TAG = 0x5A0
-"""Keeps our messages apart from those that a training script sends itself."""
+from fxzero.runtime.agree import now, settle
 
 _joined: deque[Any] = deque(maxlen=16)
 """The last all-reduces that were waited for. When a handle dies with its wait, gloo's
@@ -53,13 +52,13 @@ class InFlight:
 def gather(part: Tensor, size: int, group: str) -> InFlight:
     """Start gathering the ranks' parts along dim 0."""
     process_group = resolve_process_group(group)
-    rank = process_group.rank()
+    rank, tag = process_group.rank(), now.tag
     full = part.new_empty((part.shape[0] * size, *part.shape[1:]))
     rows = full.chunk(size)
     handles = [
-        process_group.recv([rows[other]], other, TAG) for other in _others_before(rank, size)
+        process_group.recv([rows[other]], other, tag) for other in _others_before(rank, size)
     ]
-    handles += [process_group.send([part], other, TAG) for other in _others_after(rank, size)]
+    handles += [process_group.send([part], other, tag) for other in _others_after(rank, size)]
     rows[rank].copy_(part)
     return InFlight(full, handles)
 
@@ -67,14 +66,16 @@ def gather(part: Tensor, size: int, group: str) -> InFlight:
 def exchange(full: Tensor, size: int, group: str, own: bool) -> InFlight:
     """Start sending each rank its rows of a full gradient; `own` when nobody else reads it."""
     process_group = resolve_process_group(group)
-    rank = process_group.rank()
+    rank, tag = process_group.rank(), now.tag
+    if not full.is_contiguous():  # an operator chose other strides than its fake kernel
+        full = full.contiguous()
     rows = full.chunk(size)
     received = [row if other == rank else torch.empty_like(row) for other, row in enumerate(rows)]
     handles = [
-        process_group.recv([received[other]], other, TAG) for other in _others_before(rank, size)
+        process_group.recv([received[other]], other, tag) for other in _others_before(rank, size)
     ]
     handles += [
-        process_group.send([rows[other]], other, TAG) for other in _others_after(rank, size)
+        process_group.send([rows[other]], other, tag) for other in _others_after(rank, size)
     ]
     return InFlight(rows[rank], handles, received, full if own else None)
 
@@ -90,13 +91,23 @@ def _others_before(rank: int, size: int) -> list[int]:
 
 
 def all_reduce(tensor: Tensor, group: str, own: bool) -> InFlight:
-    """Start summing over ranks, in place when nobody else reads the tensor."""
-    total = tensor if own else tensor.clone()
+    """Start summing over ranks, in place when nobody else reads the tensor.
+
+    Gloo's sums carry no tag, and sums of different sizes end the process: the ranks compare first.
+    """
+    if now.announcement is not None:
+        settle()
+    if not own or not tensor.is_contiguous():  # strides may be others than the graph's
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    total = tensor
     return InFlight(total, [launch_all_reduce(total, group)])
 
 
 def join(flight: InFlight) -> Tensor:
     """Wait for what was gathered."""
+    if now.announcement is not None:
+        settle()
+    now.num_waits += 1
     for handle in flight.handles:
         handle.wait()
     return flight.tensor

@@ -18,7 +18,7 @@ from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.runtime.regions import StructureKey, structure_key
 
 
-def settle(graph: StepGraph) -> None:
+def move_parts_together(graph: StepGraph) -> None:
     """Put parts right behind what they are part of, and symbolic numbers as early as possible."""
     for node in list(graph.nodes(role=Role.COMPUTE)):
         if node.target is operator.getitem:

@@ -6,16 +6,21 @@ schedule says.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from fxzero._compat import below_autograd
+from fxzero.full_parameter import check_returned_copies
+from fxzero.gradients import note_reduced
 from fxzero.graph import Lane, Phase, StepGraph
 from fxzero.graph.operators import num_bytes
+from fxzero.graph.verify import check_constants
 from fxzero.params import ModelState, Traffic
+from fxzero.runtime import agree, lost
+from fxzero.runtime.account import account_of
 
 
 def traffic_of(graph: StepGraph) -> Traffic:
@@ -37,27 +42,55 @@ def traffic_of(graph: StepGraph) -> Traffic:
     return total
 
 
-def executable(graph: StepGraph, states: list[ModelState]) -> Callable[[list[Any]], Any]:
+def executable(
+    graph: StepGraph, states: list[ModelState], gradients: Mapping[int, str] | None = None
+) -> Callable[[list[Any]], Any]:
     """The scheduled graph as a function of a list of inputs, which it empties.
 
-    Only the generated function is kept: nodes and their fake values are free to go.
+    Each run of one that communicates is announced to the other ranks: see `agree`. Only the
+    generated function is kept: nodes and their fake values are free to go.
 
     Args:
         states: the models whose traffic counters each run adds to.
+        gradients: the keys of parameters whose reduced gradients it returns, by position.
     """
     graph.graph.lint()
+    check_constants(graph, "executable")
     # Not graph.module: AOTAutograd makes it lazy, and a lazy module has no code of its own.
     forward = type(fx.GraphModule(graph.module, graph.graph)).forward
     attributes = _attributes(graph.module)
     traffic = traffic_of(graph)
+    returned = dict(gradients or {})
+    account = account_of(graph)
 
     def call(inputs: list[Any]) -> Any:
+        check_returned_copies()
         arguments = list(inputs)
         inputs.clear()
         for state in states:
             state.traffic.add(traffic)
         with below_autograd():
-            return forward(attributes, *arguments)
+            if account is None:
+                results = forward(attributes, *arguments)
+            else:
+                results = run(account, arguments)
+        for position, key in returned.items():
+            if isinstance(results[position], Tensor):
+                note_reduced(key, results[position])
+        return results
+
+    def run(account: agree.Account, arguments: list[Any]) -> Any:
+        try:
+            agree.begin(account)
+            results = forward(attributes, *arguments)
+            agree.end()
+        except BaseException as error:
+            agree.abandon()
+            better = lost.explained(error)
+            if better is not error:
+                raise better from error
+            raise
+        return results
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

@@ -8,7 +8,9 @@ layers therefore cost one compilation, in one graph and across graphs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +19,8 @@ from torch import Tensor, fx
 
 from fxzero._compat import fresh_tracing_context, inductor_compile, is_fake, is_symbolic
 from fxzero.graph.aliases import view_base
+
+log = logging.getLogger("fxzero")
 
 
 @dataclass
@@ -116,6 +120,22 @@ class RegionCache:
             self.compilations += 1
         return found
 
+    def fill(
+        self, wanted: Mapping[StructureKey, Callable[[], fx.GraphModule]], fake_mode: Any
+    ) -> None:
+        """Compile what is new of some regions, and say so: it is where a first step's time goes."""
+        new = [key for key in wanted if key not in self.structures]
+        if not new:
+            return
+        log.info("compiling %d regions", len(new))
+        start = said = time.perf_counter()
+        for number, key in enumerate(new, start=1):
+            self.get(key, wanted[key], fake_mode)
+            now = time.perf_counter()
+            if now - said > SECONDS_BETWEEN_WORDS or number == len(new):
+                log.info("compiled %d of %d regions in %.1f s", number, len(new), now - start)
+                said = now
+
 
 def _compile(module: fx.GraphModule, key: StructureKey, fake_mode: Any) -> Structure:
     inputs = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
@@ -127,6 +147,8 @@ def _compile(module: fx.GraphModule, key: StructureKey, fake_mode: Any) -> Struc
     keep = None if key.environment is None else fake_mode.shape_env
     return Structure(run, roots, values, keep=keep)
 
+
+SECONDS_BETWEEN_WORDS = 5.0
 
 CACHE = RegionCache()
 

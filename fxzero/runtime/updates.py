@@ -37,7 +37,7 @@ def _adam(
 ) -> None:
     exp_avgs, exp_avg_sqs, *largest, steps = state
     beta1, beta2 = group["betas"]
-    _rescale(grads, scale)
+    grads = _ready(grads, params, scale)
     torch._foreach_add_(steps, 1)
     kernel(
         params,
@@ -78,7 +78,7 @@ def sgd(
     skip: Tensor | None,
 ) -> None:
     """`torch.optim.SGD`, with state momentum_buffer unless momentum is 0."""
-    _rescale(grads, scale)
+    grads = _ready(grads, params, scale)
     torch._fused_sgd_(
         params,
         grads,
@@ -105,7 +105,7 @@ def adagrad(
 ) -> None:
     """`torch.optim.Adagrad`, with state sum, step."""
     sums, steps = state
-    _rescale(grads, scale)
+    grads = _ready(grads, params, scale)
     torch._foreach_add_(steps, 1)
     torch._fused_adagrad_(
         params,
@@ -126,9 +126,19 @@ def adagrad(
 KERNELS = {function.__name__: function for function in (adam, adamw, sgd, adagrad)}
 
 
-def _rescale(grads: list[Tensor], scale: Tensor | None) -> None:
+def _ready(grads: list[Tensor], params: list[Tensor], scale: Tensor | None) -> list[Tensor]:
+    """Gradients with the strides of their parameters, rescaled.
+
+    Fused kernels walk through both in the order of memory, and a graph knows of the strides that
+    a fake kernel returned: some convolutions choose others when they run.
+    """
+    grads = [
+        grad if grad.stride() == param.stride() else laid_out_like(grad, param)
+        for grad, param in zip(grads, params, strict=True)
+    ]
     if scale is not None:
         torch._foreach_mul_(grads, scale)
+    return grads
 
 
 def _take_back(steps: list[Tensor], skip: Tensor | None) -> None:
@@ -152,7 +162,7 @@ class OwnStep:
         """Update `params`, the local tensors of the parameters, unless `skip` says not to."""
         if skip is not None and skip.item():
             return
-        _rescale(grads, scale)
+        grads = _ready(grads, params, scale)
         for parameter, grad in zip(self.parameters, grads, strict=True):
             sharded = isinstance(parameter, DTensor)
             parameter.grad = dtensor_like(grad, cast(DTensor, parameter)) if sharded else grad

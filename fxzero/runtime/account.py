@@ -1,0 +1,117 @@
+"""What a graph is to the other ranks: a digest of its collectives, and words about it.
+
+The digest holds what makes two graphs' collectives belong together: which operators, in which
+order of launches, for which parameters, with which shapes and dtypes. What a rank computes in
+between is its own affair, so another batch size, or an evaluation that gathers alike, is equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from torch import fx
+
+from fxzero.graph import Lane, Phase, Role, StepGraph
+from fxzero.graph.stamps import stamp_of
+from fxzero.graph.step_graph import Transfer
+from fxzero.runtime.agree import Account, channel_of
+from fxzero.runtime.places import user_line
+
+
+def collectives_digest(graph: StepGraph) -> str:
+    """A hash of the sequence of collectives: operators, parameters, global shapes and dtypes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for node in _launches(graph):
+        stamp = stamp_of(node)
+        words = [stamp.phase.value, stamp.role.value, _name(node.target), *stamp.params]
+        words += [str(graph.specs[k].shape) for k in stamp.params if k in graph.specs]
+        words += [repr(a) for a in node.args if isinstance(a, (int, bool))]
+        words += [str(n.meta["val"].dtype) for n in _sent(node)]
+        digest.update(("|".join(words) + "\n").encode())
+    return digest.hexdigest()
+
+
+def account_of(graph: StepGraph) -> Account | None:
+    """What other ranks must know of a graph; None if it does not communicate.
+
+    Nor does it in a fake process group.
+    """
+    launches = _launches(graph)
+    named = dict.fromkeys(g for node in launches for g in _groups(node))
+    groups = tuple(name for name in named if channel_of(name) is not None)
+    if not groups:
+        return None
+    digest = bytes.fromhex(collectives_digest(graph))
+    return Account(digest, groups, _about(graph), at_once=any(map(_is_untagged, launches)))
+
+
+def _launches(graph: StepGraph) -> list[fx.Node]:
+    """What starts a transfer, in launch order, be it for the next step."""
+    roles = (Role.LAUNCH, Role.AHEAD)
+    return [n for n in graph.nodes() if stamp_of(n).role in roles]
+
+
+def _is_untagged(launch: fx.Node) -> bool:
+    """Whether a collective would mix with others, or end the process, before ranks have compared.
+
+    That is gloo's own. On NCCL the kernels are launched first and the host compares meanwhile.
+    """
+    on_cpu = any(node.meta["val"].device.type == "cpu" for node in _sent(launch))
+    return on_cpu and not _module(launch.target).startswith("fxzero.")
+
+
+def _sent(launch: fx.Node) -> list[fx.Node]:
+    """The tensors that a collective sends."""
+    first = launch.args[0] if launch.args else ()
+    tensors = first if isinstance(first, (list, tuple)) else (first,)
+    return [n for n in tensors if isinstance(n, fx.Node) and hasattr(n.meta.get("val"), "dtype")]
+
+
+def _name(target: Any) -> str:
+    """A name for a function that is equal in all processes."""
+    return f"{_module(target)}.{getattr(target, '__name__', target)}"
+
+
+def _module(target: Any) -> str:
+    return str(getattr(target, "__module__", ""))
+
+
+def _groups(launch: fx.Node) -> list[str]:
+    """Names of the process groups in which a node communicates."""
+    ahead = getattr(launch.target, "ahead", None)
+    if ahead is not None:
+        return [ahead.group]
+    return [a for a in launch.args if isinstance(a, str) and a not in ("avg", "sum")]
+
+
+def _about(graph: StepGraph) -> dict[str, Any]:
+    """What a person wants to know, in case ranks disagree."""
+    transfers = graph.transfers()
+    buckets: dict[str, list[Transfer]] = {}
+    for transfer in transfers:
+        buckets.setdefault(transfer.stamp.bucket or transfer.launch.name, []).append(transfer)
+    uses: dict[str, str] = {}
+    for bucket in buckets.values():
+        keys = bucket[0].stamp.params
+        for i, key in enumerate(keys):
+            name = key.partition("/")[2] or key
+            own = bucket[i if len(bucket) == len(keys) else 0]  # lowered to one launch for each
+            uses[name] = uses.get(name) or _line_of(own.launch)
+    compute = (n for n in graph.nodes() if stamp_of(n).role in (Role.COMPUTE, Role.REGION))
+    line = next((line for node in compute if (line := _line_of(node))), "")
+    phases = {transfer.stamp.phase for transfer in transfers}
+    whole = {Phase.FORWARD, Phase.BACKWARD} <= phases
+    return {
+        "kind": "graph",
+        "phase": "step" if whole else min((p.value for p in phases), default="forward"),
+        "collectives": len(buckets),
+        "gathers": sum(t.stamp.lane is Lane.GATHER for t in transfers),
+        "transfers": {t.launch.name: t.stamp.bucket or t.launch.name for t in transfers},
+        "uses": uses,
+        "line": line,
+    }
+
+
+def _line_of(node: fx.Node) -> str:
+    return user_line(node.meta.get("stack_trace"))
