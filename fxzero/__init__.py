@@ -4,6 +4,7 @@ model = fxzero.shard(model, zero=3)
 model = torch.compile(model, backend="fxzero")
 """
 
+from fxzero import _checkout
 from fxzero import ops as _ops
 from fxzero.config import Config
 from fxzero.errors import (
@@ -15,6 +16,8 @@ from fxzero.errors import (
     FxZeroWarning,
     NonFiniteGradientError,
     PassError,
+    RankLostError,
+    RanksDisagreeError,
     ShardingError,
     VerificationError,
 )
@@ -37,6 +40,8 @@ __all__ = [
     "NonFiniteGradientError",
     "PassError",
     "Precision",
+    "RankLostError",
+    "RanksDisagreeError",
     "ShardingError",
     "StepOutput",
     "Traffic",
@@ -49,4 +54,5 @@ __all__ = [
     "shard",
 ]
 
-del _ops
+_checkout.register_backend()
+del _checkout, _ops

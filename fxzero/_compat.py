@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import inspect
+import logging
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from importlib.metadata import EntryPoint
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -69,6 +73,28 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def private_store() -> Any:
+    """The default store by a connection of its own, so that a thread may wait on it.
+
+    None without other processes.
+    """
+    store = default_store()
+    clone = getattr(store, "clone", None)
+    return clone() if clone is not None else store
+
+
+def gloo_groups() -> list[dist.ProcessGroup]:
+    """All process groups of this process that run over gloo, the largest first."""
+    if not dist.is_initialized():
+        return []
+    groups = [
+        group
+        for group, (backend, _) in dist.distributed_c10d._world.pg_map.items()
+        if isinstance(group, dist.ProcessGroup) and "gloo" in str(backend).lower()
+    ]
+    return sorted(groups, key=lambda group: -group.size())
+
+
 def backward_keeps_graph() -> bool:
     """Whether the running backward was called with ``retain_graph=True``."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
@@ -115,11 +141,67 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
+    """Let a DTensor hold another local tensor of the same layout."""
+    tensor._local_tensor = local
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to; under inference_mode nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def use_count(tensor: torch.Tensor) -> int:
+    """How many hold a tensor beside Python: an operation that autograd has recorded does."""
+    count: Callable[[], int] = getattr(tensor, "_use_count")  # noqa: B009 - not typed
+    return count()
+
+
 def local_fake(value: DTensor) -> torch.Tensor:
     """A fake input that stands for the local tensor of a fake DTensor."""
     local = value._local_tensor
     with fake_mode_of_tensor(local):
         return local.detach().requires_grad_(value.requires_grad)
+
+
+def without_torch_function() -> Any:
+    """A context in which subclasses' ``__torch_function__`` is not asked."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def take_foreach_of(*classes: type[torch.Tensor]) -> None:
+    """Let torch's optimizers and norms use their foreach kernels for tensors of some classes.
+
+    They ask for the exact class, and DTensor puts itself on the same lists.
+    """
+    from torch.optim.optimizer import _foreach_supported_types as in_optimizers
+    from torch.utils._foreach_utils import _foreach_supported_types as in_norms
+
+    for supported in (in_optimizers, in_norms):
+        supported += [kind for kind in classes if kind not in supported]
+
+
+def unscale_function() -> Callable[..., Any]:
+    """What GradScaler divides gradients by its scale with, and looks for infinities."""
+    return torch._amp_foreach_non_finite_check_and_unscale_
+
+
+def module_call() -> types.FunctionType:
+    """What runs for every call of a module, around its forward and its hooks."""
+    function = vars(torch.nn.Module)["_call_impl"]
+    assert isinstance(function, types.FunctionType)
+    return function
+
+
+def is_higher_order(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's graph runs a graph of its own: a checkpoint, say."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def storage_identity(value: torch.Tensor) -> int:
+    """A number of a tensor's storage; a DTensor's is that of its local tensor."""
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    return int(local.untyped_storage()._cdata)
 
 
 def fake_mode_of_tensor(value: torch.Tensor) -> Any:
@@ -142,6 +224,18 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     `DTensor.from_local` does the same through autograd, ten times as slowly.
     """
     return DTensor(local.detach(), like._spec, requires_grad=False)
+
+
+def plain_reduce(tensor: DTensor) -> tuple[Any, ...]:
+    """How torch pickles a tensor of a subclass: `rebuild_function`, and what that takes."""
+    function, arguments, *_ = torch.Tensor.__reduce_ex__(tensor, 2)
+    return function, arguments
+
+
+def rebuild_function() -> Callable[..., torch.Tensor]:
+    """What torch unpickles a tensor of a subclass with."""
+    found: Callable[..., torch.Tensor] = vars(torch)["_tensor"]._rebuild_from_type_v2
+    return found
 
 
 def active_ddp_module() -> Any:
@@ -190,6 +284,13 @@ def fake_tensors() -> Any:
     return FakeTensorMode()
 
 
+def no_value_error() -> type[Exception]:
+    """What asking a fake tensor for its value raises."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+
+    return DataDependentOutputException
+
+
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
     """Make and use tensors with values inside of a compilation."""
@@ -203,6 +304,25 @@ def real_tensors() -> Iterator[None]:
 def is_symbolic(value: Any) -> bool:
     """Whether a value is a symbolic number."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def hint(number: Any) -> int:
+    """A number that may be symbolic, as it is in the call that is being compiled.
+
+    ``int()`` of it would make a guard, and another number another graph. 0 for a number that
+    only the data tell.
+    """
+    if not is_symbolic(number):
+        return int(number)
+    known = number.node.hint
+    return int(known) if isinstance(known, (int, float)) else 0
+
+
+def hinted(value: torch.Tensor) -> torch.Tensor:
+    """A tensor without symbolic sizes: itself, or one on the meta device of the sizes at hand."""
+    if not any(is_symbolic(size) for size in value.shape):
+        return value
+    return torch.empty([hint(size) for size in value.shape], dtype=value.dtype, device="meta")
 
 
 def input_source_name(node: fx.Node) -> str:
@@ -222,6 +342,8 @@ def input_index(node: fx.Node) -> int | None:
 
 def mutated_index(desc: Any) -> int | None:
     """Of which input a joint graph's output is the value after the graph has changed it."""
+    if type(desc).__name__ == "SubclassGetAttrAOTOutput":
+        desc = desc.base
     if type(desc).__name__ != "InputMutationAOTOutput":
         return None
     mutated = desc.mutated_input
@@ -263,6 +385,13 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     }
 
 
+def register_entry_point(entry: EntryPoint) -> None:
+    """Let `torch.compile` find a backend by name that no installed package announces."""
+    from torch._dynamo.backends import registry
+
+    vars(registry)["_BACKENDS"].setdefault(entry.name, entry)
+
+
 def aot_compile(
     module: fx.GraphModule,
     inputs: Sequence[Any],
@@ -284,6 +413,20 @@ def aot_compile(
         decompositions=decompositions,
     )
     return compiler(module, inputs)
+
+
+@functools.cache
+def let_anomaly_mode_read_dtensors() -> None:
+    """Give DTensor the operator by which autograd's anomaly mode looks for NaNs in gradients.
+
+    torch 2.11 to 2.13 have none: ``set_detect_anomaly`` fails in every backward that hands a
+    DTensor on. All ranks look at the whole gradient, so that all of them stop.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.experimental import register_sharding
+
+    operator = torch.ops.aten._is_any_true.default
+    register_sharding(operator)(lambda _: [([Replicate()], [Replicate()])])
 
 
 class _Captured(Exception):  # noqa: N818 - a way out, not an error
@@ -333,6 +476,49 @@ def graph_break_errors() -> tuple[type[Exception], ...]:
 
     names = ("Unsupported", "TorchRuntimeError", "UserError")
     return tuple(getattr(exc, name) for name in names if hasattr(exc, name))
+
+
+_LOGGED = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log")
+
+
+def logging_functions() -> set[Callable[..., Any]]:
+    """What tells somebody something and computes nothing: loggers' methods, `print`, warnings.
+
+    Libraries add methods of their own to loggers: transformers' ``warning_once``.
+    """
+    found: set[Callable[..., Any]] = {print, warnings.warn}
+    classes: list[type] = [logging.Logger]
+    for kind in classes:
+        children: list[type] = kind.__subclasses__()
+        classes.extend(child for child in children if child not in classes)
+        for name, function in vars(kind).items():
+            if name in _LOGGED or name.endswith(("_once", "_advice")):
+                found.add(function)
+    return found
+
+
+@contextlib.contextmanager
+def lenient_tracing(modules: Iterable[torch.nn.Module] = ()) -> Iterator[None]:
+    """Let Dynamo make one graph of forwards that it would break, inside and only there.
+
+    What a forward logs, prints or warns of is left out: a compiled step does not say it.
+    Recurrent layers (nn.LSTM, GRU, RNN) are traced. A program's own settings stay in force
+    beside these.
+
+    Args:
+        modules: those of the model. With a recurrent layer among them oneDNN is off inside: on
+            CPU its fp32 layers cannot be differentiated in a graph (torch 2.11 to 2.13).
+    """
+    config = torch._dynamo.config
+    ignored = {*config.ignore_logging_functions, *logging_functions()}
+    recurrent = any(isinstance(module, torch.nn.RNNBase) for module in modules)
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(before and not recurrent)
+    try:
+        with config.patch(ignore_logging_functions=ignored, allow_rnn=True):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def recompile_limit_error() -> type[Exception]:
@@ -397,10 +583,10 @@ def num_module_hooks(modules: Iterable[torch.nn.Module]) -> int:
     )
 
 
-def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether somebody wants to see a parameter's gradient when it comes."""
-    hooks = parameter._backward_hooks
-    return bool(hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
+    """What wants to see a parameter's gradient when it comes."""
+    later = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return [*(parameter._backward_hooks or {}).values(), *(later or {}).values()]
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
@@ -424,13 +610,14 @@ def trace_joint(
     decompositions: dict[Any, Callable[..., Any]],
     joint: bool,
     fake_mode: Any,
-) -> fx.Graph | None:
+) -> fx.GraphModule | None:
     """The joint graph (or the forward alone) of a function of fake tensors, as AOTAutograd has it.
 
     Returns:
         A graph of the inputs and the outputs' gradients that returns the outputs, then the
-        inputs' gradients, None where there is none. None if AOTAutograd cannot: above all,
-        if the function changes its inputs, or returns views of them.
+        inputs' gradients, None where there is none; in its module, which holds the constants
+        that it reads. None if AOTAutograd cannot: above all, if the function changes its
+        inputs, or returns views of them.
     """
     from torch._functorch.aot_autograd import aot_export_joint_simple
 
@@ -441,7 +628,7 @@ def trace_joint(
             )
         except RuntimeError:  # a real error comes up again when the whole graph is traced
             return None
-    return traced.graph
+    return traced
 
 
 def trace_function(
@@ -450,7 +637,7 @@ def trace_function(
     decompositions: dict[Any, Callable[..., Any]],
     joint: bool,
     fake_mode: Any,
-) -> fx.Graph | None:
+) -> fx.GraphModule | None:
     """What `trace_joint` returns, traced the way models are: exporting takes more apart."""
     from torch._functorch.aot_autograd import aot_function
 
@@ -462,9 +649,9 @@ def trace_function(
         try:
             aot_function(function, partition_fn=take, **options)(*inputs)
         except _Captured as captured:
-            graph: fx.Graph = captured.args[0].graph
-            graph.set_codegen(fx.graph.CodeGen())  # inputs one by one, not primals and tangents
-            return graph
+            traced: fx.GraphModule = captured.args[0]
+            traced.graph.set_codegen(fx.graph.CodeGen())  # inputs one by one
+            return traced
         except RuntimeError:
             return None
     return None
@@ -558,6 +745,16 @@ def inductor_compile(module: fx.GraphModule, inputs: list[Any]) -> Callable[[lis
     outputs = output.args[0]
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
     return compile_fx_inner(module, inputs)
+
+
+def break_graph(why: str, way_out: str) -> NoReturn:
+    """Let Dynamo end its graph before the call that it tries on fake tensors, and run it eagerly.
+
+    Where the caller wants one graph, the reason is in Dynamo's error.
+    """
+    from torch._dynamo.exc import Unsupported
+
+    raise Unsupported(f"{why}. {way_out[0].upper()}{way_out[1:]}.")
 
 
 def passing_through_dynamo(error: Exception) -> Exception:

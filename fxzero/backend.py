@@ -8,6 +8,7 @@ Dynamo finds `fxzero` through the ``torch_dynamo_backends`` entry point. A model
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import warnings
@@ -16,19 +17,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxzero import _compat
+from fxzero.buffers import sync_buffers
 from fxzero.config import Config
 from fxzero.errors import ConfigError, FxZeroError, FxZeroWarning
 from fxzero.fold_layers import Folds, fold_layers, unfold
+from fxzero.full_parameter import returned_copy
+from fxzero.gradients import reduce_what_arrives
 from fxzero.graph import StepGraph
 from fxzero.graph.cut import Sides, cut
-from fxzero.graph.verify import check_ranks
+from fxzero.graph.writes import refuse_writes
 from fxzero.groups import Group, init_distributed
+from fxzero.mark_inputs import use_markers
 from fxzero.params import ModelState, ParamSpec, is_known, register, spec_of
 from fxzero.passes.base import Context, Fact, Pass
 from fxzero.passes.lower_regions import RegionBackend
@@ -36,8 +40,10 @@ from fxzero.passes.pipeline import PassRecord, run_passes
 from fxzero.passes.release_saved import private_saved
 from fxzero.passes.shard_params import shard_source
 from fxzero.replicas import check_equal
+from fxzero.runtime import watch
 from fxzero.runtime.executor import executable
 from fxzero.shard_inputs import take_local_tensors, with_parameters
+from fxzero.whereabouts import outermost_module
 
 log = logging.getLogger("fxzero")
 
@@ -61,6 +67,8 @@ class Compilation:
     """Keep the graphs below for somebody to look at; they are large."""
     joint: StepGraph | None = None
     """The scheduled graph of the whole step."""
+    gradients: dict[int, str] = field(default_factory=dict)
+    """The parameter whose gradient an output of backward is, by its position."""
     sides: list[StepGraph] = field(default_factory=list)
     """What was lowered: forward and backward, or a forward alone."""
 
@@ -89,7 +97,8 @@ class Compilation:
                 by_index[index] = spec.key
         for node in module.graph.find_nodes(op="placeholder"):
             index = _compat.input_index(node)
-            if index in self.plain and node not in inputs:
+            # Not a DTensor's mesh, which comes from the same input as its local tensor.
+            if index in self.plain and _is_tensor_node(node) and node not in inputs:
                 spec = self.plain[index]
                 specs[spec.key] = spec
                 inputs[node] = spec.key
@@ -99,16 +108,19 @@ class Compilation:
         gradients = {}
         for position, description in enumerate(descriptions):
             index = _compat.gradient_index(description)
-            if index in by_index and isinstance(output.args[0][position], fx.Node):
-                value = output.args[0][position].meta.get("val")
-                if isinstance(value, torch.Tensor):
-                    gradients[position] = by_index[index]
-        placeholders = module.graph.find_nodes(op="placeholder")
-        by_input = {_compat.input_index(node): node for node in placeholders}
+            if index in by_index and _is_tensor_node(output.args[0][position]):
+                gradients[position] = by_index[index]
+        by_input = {
+            _compat.input_index(node): node
+            for node in module.graph.find_nodes(op="placeholder")
+            if _is_tensor_node(node)
+        }
         changed = {
             position: by_input[index]
             for position, description in enumerate(descriptions)
-            if (index := _compat.mutated_index(description)) is not None and index in by_input
+            if (index := _compat.mutated_index(description)) is not None
+            and index in by_input
+            and _is_tensor_node(output.args[0][position])
         }
         return StepGraph(
             module,
@@ -120,13 +132,12 @@ class Compilation:
         )
 
     def schedule(self, graph: StepGraph) -> None:
-        """Run the passes of the whole step, and see that all ranks decide alike."""
+        """Run the passes of the whole step."""
         self.specs = graph.specs
         if self.keep_graphs:
             self.joint = graph
         self.choose_costs(graph)
         self.run(graph, self.config.joint_passes())
-        self.check_ranks(graph)
 
     def choose_costs(self, graph: StepGraph) -> None:
         """Find out what things take, by the settings."""
@@ -145,11 +156,6 @@ class Compilation:
         )
         self.warn()
 
-    def check_ranks(self, graph: StepGraph) -> None:
-        """See that all ranks will communicate alike."""
-        if dist.is_initialized():
-            check_ranks(graph, graph.identity, dist.get_rank())
-
     def cut(self, graph: StepGraph) -> Sides:
         """Split the scheduled graph; backward may free what only it can see."""
         from fxzero.graph.cut import crossing
@@ -158,6 +164,8 @@ class Compilation:
         forward_outputs = [
             n for n in graph.output_values[: graph.num_forward_outputs] if isinstance(n, fx.Node)
         ]
+        count = graph.num_forward_outputs
+        self.gradients = {position - count: key for position, key in graph.gradients.items()}
         return cut(graph, private_saved(graph.graph, values, forward_outputs))
 
     @_compat.collecting_only_new_objects()  # a backward is lowered when it first runs
@@ -169,7 +177,11 @@ class Compilation:
             self.sides.append(side)
         self.run(side, self.config.side_passes(), {Fact.STAMPED, Fact.GATHERED, Fact.CUT})
         states = {id(s.state): s.state for s in self.specs.values()}
-        call = executable(side, list(states.values()))
+        is_backward = any(
+            node.name.startswith("tangents_") for node in module.graph.find_nodes(op="placeholder")
+        )
+        gradients = self.gradients if is_backward else {}
+        call = executable(side, list(states.values()), gradients)
         _compat.return_free_memory()
         return call
 
@@ -197,7 +209,7 @@ def fxzero(
     module: fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | Config | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
     """Compile one of Dynamo's graphs.
@@ -229,7 +241,11 @@ def fxzero(
         for observe in observers:
             observe(compilation)
         with _compat.collecting_only_new_objects():
+            copies = refuse_writes(module, example_inputs)
+            use_markers(module, example_inputs)
             inputs, local = take_local_tensors(module, example_inputs)
+            if any(isinstance(value, DTensor) for value in example_inputs):
+                _compat.let_anomaly_mode_read_dtensors()
             decompositions = context.decompositions
             compilation.folds = fold_layers(module, decompositions)
             with compilation.folds:
@@ -242,9 +258,39 @@ def fxzero(
                     partition=compilation.partition,
                     decompositions=decompositions,
                 )
-            return with_parameters(compiled, local)
+            states = {id(s.state): s.state for s in compilation.specs.values()}
+            call = with_copies(with_parameters(compiled, local), copies)
+            return with_buffers(call, list(states.values()))
     except FxZeroError as error:
         raise _compat.passing_through_dynamo(error) from None
+
+
+def with_copies(compiled: Callable[..., Any], copies: Mapping[int, str]) -> Callable[..., Any]:
+    """A graph whose outputs at some positions are gathered copies, which nobody may write to."""
+    if not copies:
+        return compiled
+
+    def call(*inputs: Any) -> Any:
+        outputs = compiled(*inputs)
+        for position, name in copies.items():
+            returned_copy(outputs[position], name)
+        return outputs
+
+    return call
+
+
+def with_buffers(compiled: Callable[..., Any], states: Sequence[ModelState]) -> Callable[..., Any]:
+    """A graph after whose run the buffers that it has changed are rank 0's on every rank."""
+    if not any(state.buffers for state in states):
+        return compiled
+
+    def call(*inputs: Any) -> Any:
+        outputs = compiled(*inputs)
+        for state in states:
+            sync_buffers(state)
+        return outputs
+
+    return call
 
 
 def log_record(record: PassRecord) -> None:
@@ -259,7 +305,14 @@ def decompositions_of(config: Config) -> dict[Any, Callable[..., Any]]:
     return {}
 
 
+def _is_tensor_node(value: Any) -> bool:
+    """Whether something is a node with a tensor: not a DTensor's mesh, nor None."""
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
 _plain_specs = WeakIdKeyDictionary()
+_plain_models = itertools.count()
+"""Models that nobody sharded are met in the same order on all ranks."""
 _PATH = re.compile(r"_(?:modules|parameters)\['([^']+)'\]")
 
 
@@ -286,14 +339,37 @@ def _plain_parameters(
     group = Group.of(world)
     if group.size == 1:
         return {}
-    new = {i: item for i, item in found.items() if item[0] not in _plain_specs}
-    check_equal({name: parameter for parameter, name in new.values()})
-    state = ModelState(zero=0, number=-1)
-    for parameter, name in new.values():
-        _plain_specs[parameter] = register(
-            ParamSpec.whole(parameter, name, f"plain/{name}", state, (group,))
-        )
+    watch.start()
+    _replicate({name: parameter for parameter, name in found.values()}, group)
     return {i: _plain_specs[parameter] for i, (parameter, _) in found.items()}
+
+
+def _replicate(in_graph: dict[str, nn.Parameter], group: Group) -> None:
+    """Take note of the parameters of a model that nobody sharded: stage 0.
+
+    Not only of those in the graph. What the model computes outside of it (nn.LSTM, a layer that
+    was not compiled) has gradients too, which are reduced when they arrive.
+    """
+    model = outermost_module()
+    everything = dict(model.named_parameters()) if model is not None else {}
+    names = {id(parameter): name for name, parameter in (*in_graph.items(), *everything.items())}
+    parameters = {id(p): p for p in (*in_graph.values(), *everything.values())}
+    new = {
+        names[identity]: parameter
+        for identity, parameter in parameters.items()
+        if parameter not in _plain_specs
+        and not is_known(parameter)
+        and not isinstance(parameter, DTensor)
+    }
+    if not new:
+        return
+    check_equal(new)
+    state = ModelState(zero=0, number=-1)
+    number = next(_plain_models)
+    for name, parameter in new.items():
+        spec = ParamSpec.whole(parameter, name, f"plain{number}/{name}", state, (group,))
+        _plain_specs[parameter] = register(spec)
+        reduce_what_arrives(parameter, spec)
 
 
 def _qualified_name(node: fx.Node) -> str:

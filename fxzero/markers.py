@@ -1,8 +1,8 @@
-"""What `fxzero.shard` leaves in a model: reading a parameter asks for the full one.
+"""What `fxzero.shard` leaves in a model: a forward that reads a parameter gets the full one.
 
-    before   linear.weight                    the full parameter
-    after    linear._parameters["weight"]     a DTensor holding this rank's rows
-             linear.weight                    fxzero::unshard(shard, "0/linear.weight", …)
+    before                 linear.weight    the full parameter
+    after, in a forward    linear.weight    fxzero::unshard(shard, "0/linear.weight", …)
+    after, elsewhere       linear.weight    the shard, `linear._parameters["weight"]`
 
 The reading property lives in a subclass made for the module, so names, `isinstance` and
 hooks stay as they were.
@@ -11,25 +11,25 @@ hooks stay as they were.
 from __future__ import annotations
 
 import functools
-from contextvars import ContextVar
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxzero._compat import never_compile_alone
+from fxzero.buffers import sync_after_forward
 from fxzero.errors import ShardingError
-from fxzero.params import ModelState
+from fxzero.full_parameter import full_parameter
+from fxzero.identity import KEY
+from fxzero.params import ModelState, spec_of
+from fxzero.whereabouts import in_compiler, in_forward
 
 KEYS = "_fxzero_keys"
 """Attribute of a marked module: its parameters' keys, by name."""
 STATE = "_fxzero_state"
 """Attribute of a marked module: what all parameters of its model share."""
-
-
-_shown: ContextVar[bool] = ContextVar("shown", default=False)
-"""Whether a module is being printed: reading a parameter must then not communicate."""
 
 _classes: dict[tuple[type, tuple[str, ...]], type] = {}
 
@@ -44,10 +44,12 @@ def mark(module: nn.Module, keys: dict[str, str], state: ModelState) -> None:
     identity = (base, tuple(keys))
     if identity not in _classes:
         members: dict[str, Any] = {name: _reader(name) for name in keys}
-        members["extra_repr"] = _extra_repr(base)
         members["__deepcopy__"] = members["__reduce_ex__"] = _refuse_copy
+        members["_apply"] = _apply(base)
+        members["__setattr__"] = _setattr(base)
         if isinstance(module, nn.RNNBase):
             members["_flat_weights"] = _flat_weights()
+            members["_update_flat_weights"] = _keep_flat_weights
         _classes[identity] = _subclass(base, members)
     module.__class__ = _classes[identity]
 
@@ -91,41 +93,156 @@ def compute_in_fp32(module: nn.Module, result: torch.dtype) -> None:
     module.__class__ = _subclass(base, {"forward": forward})
 
 
-def _unshard(parameter: nn.Parameter, key: str, sync: str) -> torch.Tensor:
+def _unshard(parameter: nn.Parameter, key: str, sync: str) -> Tensor:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return torch.ops.fxzero.unshard(local, key, sync)
 
 
-_unshard_eagerly = torch.compiler.disable(_unshard)
-"""For modules that Dynamo leaves to Python (nn.LSTM): what they call, it would compile."""
+@torch.compiler.disable  # for modules that Dynamo leaves to Python (nn.LSTM): it would compile this
+def _unshard_eagerly(parameter: nn.Parameter, key: str, sync: str) -> Tensor:
+    return full_parameter(_unshard(parameter, key, sync), spec_of(key).name)
+
+
+def read_in_full(parameter: nn.Parameter, key: str) -> Tensor:
+    """The full value of a parameter that a forward has reached around its module's property."""
+    return _unshard_eagerly(parameter, key, spec_of(key).state.sync)
 
 
 def _reader(name: str) -> property:
-    """A property that reads a parameter as its full self."""
+    """A property that reads a parameter: in a forward as its full self."""
 
     def read(self: nn.Module) -> Any:
-        parameter = self._parameters[name]
-        if parameter is None or (not torch.compiler.is_compiling() and _shown.get()):
+        parameter = self._parameters.get(name, _ABSENT)
+        if parameter is _ABSENT:
+            raise _absent(self, name)
+        if torch.compiler.is_dynamo_compiling():
+            if not isinstance(parameter, nn.Parameter):  # None, or what functional_call was given
+                return parameter
+            keys: dict[str, str] = getattr(self, KEYS)
+            return _unshard(parameter, keys[name], getattr(self, STATE).sync)
+        key = getattr(parameter, KEY, None)
+        if key is None or in_compiler() or not in_forward():
             return parameter
-        keys: dict[str, str] = getattr(self, KEYS)
-        unshard = _unshard if torch.compiler.is_compiling() else _unshard_eagerly
-        return unshard(parameter, keys[name], getattr(self, STATE).sync)
+        return _unshard_eagerly(parameter, key, getattr(self, STATE).sync)
 
     never_compile_alone(read)
     return property(read)
 
 
-def _extra_repr(base: type[nn.Module]) -> Any:
-    """What a module says of itself when printed, on one rank as well as on all."""
+_ABSENT: Any = object()
 
-    def extra_repr(self: nn.Module) -> str:
-        token = _shown.set(True)
+
+def _absent(module: nn.Module, name: str) -> ShardingError:
+    return ShardingError(
+        f"{type(module).__name__}.{name} is no parameter of its module any more: something took it "
+        "away after fxzero.shard. Prune, parametrize and normalise weights before shard."
+    )
+
+
+def read_by_name(model: nn.Module, state: ModelState) -> None:
+    """Let a forward that walks through its model's parameters under the compiler read them in full.
+
+    Eager code needs no help: operators read a `ShardedParameter` in full by themselves.
+    """
+    base = type(model)
+
+    def named_parameters(
+        self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        found = base.named_parameters(self, prefix, recurse, remove_duplicate)
+        if not torch.compiler.is_dynamo_compiling():
+            return found
+        cut = len(prefix) + 1 if prefix else 0
+        return iter([(name, _attribute(self, name[cut:])) for name, _ in found])
+
+    def get_parameter(self: nn.Module, target: str) -> Any:
+        if in_compiler() or not in_forward():
+            return base.get_parameter(self, target)
+        return _attribute(self, target)
+
+    members: dict[str, Any] = {
+        "named_parameters": named_parameters,
+        "get_parameter": get_parameter,
+        "__deepcopy__": _refuse_copy,
+        "__reduce_ex__": _refuse_copy,
+    }
+    if state.buffers is not None:
+        members |= sync_after_forward(base, state)
+    model.__class__ = _subclass(base, members)
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def _setattr(base: type[nn.Module]) -> Any:
+    """Assigning a parameter after `shard`: one of the model's ties it, another is refused."""
+
+    def set_attribute(self: nn.Module, name: str, value: Any) -> None:
+        keys: dict[str, str] = vars(self)[KEYS]
+        if name in keys and isinstance(value, Tensor):
+            key = getattr(value, KEY, None)
+            if key is None:
+                raise ShardingError(
+                    f"{type(self).__name__}.{name} is assigned a new parameter after fxzero.shard, "
+                    "which no rank has sharded (load_state_dict(assign=True) and prune do so, "
+                    "too). Assign it before shard, or change the values of "
+                    "the one that is there: module.weight.copy_(…) under torch.no_grad()."
+                )
+            vars(self)[KEYS] = {**keys, name: key}
+        base.__setattr__(self, name, value)
+
+    return set_attribute
+
+
+def _apply(base: type[nn.Module]) -> Any:
+    """What `Module.to` and its kin do: a shard stays on its mesh's device, in its dtype."""
+
+    def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        ours = {
+            name: parameter
+            for name, parameter in self._parameters.items()
+            if parameter is not None and getattr(parameter, KEY, None) is not None
+        }
+        for name, parameter in ours.items():
+            _apply_to(parameter, fn, f"{type(self).__name__}.{name}")
+        others = {n: p for n, p in self._parameters.items() if n not in ours}
+        everything, self.__dict__["_parameters"] = self._parameters, others
         try:
-            return base.extra_repr(self)
+            base._apply(self, fn, recurse=False)
         finally:
-            _shown.reset(token)
+            everything.update(others)
+            self.__dict__["_parameters"] = everything
+        return self
 
-    return extra_repr
+    return apply
+
+
+def _apply_to(parameter: nn.Parameter, fn: Any, name: str) -> None:
+    """Give a parameter the values that a function makes of it.
+
+    Raises:
+        ShardingError: it would get another dtype, or go to another device.
+    """
+    with torch.no_grad():
+        for tensor in (parameter, parameter.grad):
+            if tensor is None:
+                continue
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+            applied = fn(local)
+            if (applied.dtype, applied.device) != (local.dtype, local.device):
+                raise ShardingError(
+                    f"{name} is {local.dtype} on {local.device}, and after fxzero.shard it cannot "
+                    f"become {applied.dtype} on {applied.device}. Call .to() before shard, or pass "
+                    "shard(param_dtype=…) to compute in another dtype."
+                )
+            if applied is not local:
+                local.copy_(applied)
 
 
 def _refuse_copy(self: nn.Module, *_: Any) -> Any:
@@ -146,6 +263,10 @@ def _flat_weights() -> property:
         """Torch refreshes the list when a parameter is replaced; there is nothing to refresh."""
 
     return property(read, write)
+
+
+def _keep_flat_weights(self: nn.RNNBase) -> None:
+    """Torch makes the list anew where weights are other tensors than before: it is always new."""
 
 
 def _subclass(base: type, members: dict[str, Any]) -> type:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -41,6 +41,8 @@ class KeptGradient:
     grad: torch.Tensor
     backward: int
     """The backward that added to it last: see `fxzero._compat.backward_number`."""
+    version: int | None = None
+    """The version of the parameter's ``.grad`` after that backward; None while it runs."""
 
 
 @dataclass
@@ -74,6 +76,8 @@ class ModelState:
     """Whether a backward has reduced gradients since the last one that kept some."""
     traffic: Traffic = field(default_factory=Traffic)
     """What compiled graphs of this model have communicated so far."""
+    buffers: Callable[[], None] | None = None
+    """Broadcasts the buffers that a forward has changed; None if every rank keeps its own."""
 
 
 @dataclass(frozen=True, eq=False)

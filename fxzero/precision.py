@@ -50,6 +50,12 @@ class Precision:
     """The dynamic scale never falls below this."""
 
     def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (
+                isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            ):
+                raise ConfigError(f"precision.{name}={dtype!r} must be a floating-point dtype")
         for name in ("initial_scale_power", "loss_scale"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"precision.{name}={getattr(self, name)} must be 0 or more")

@@ -1,7 +1,7 @@
-"""`fxzero.shard`: parameters become shards, and reading one asks for the full parameter.
+"""`fxzero.shard`: parameters become shards, and a forward that reads one gets it in full.
 
-`state_dict`, `parameters()` and optimizers see the shards; `forward`, as its author
-wrote it, sees full parameters: see `fxzero.markers`.
+`state_dict`, `parameters()`, optimizers and everybody outside of a forward see the shards; a
+forward, as its author wrote it, sees full parameters: see `fxzero.markers` and `fxzero.identity`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fxzero import materialize
-from fxzero._compat import return_free_memory
+from fxzero._compat import let_anomaly_mode_read_dtensors, return_free_memory
+from fxzero.buffers import BufferSync
 from fxzero.errors import FxZeroWarning, ShardingError
+from fxzero.gradients import reduce_what_arrives
 from fxzero.groups import Group, replica_axis, resolve_mesh, shard_axis
-from fxzero.markers import KEYS, STATE, cast_inputs, mark
+from fxzero.identity import (
+    KEY,
+    ShardedParameter,
+    hand_over,
+    optimizers_of,
+    refuse_alive,
+    refuse_used_optimizers,
+    stand_in,
+)
+from fxzero.markers import KEYS, STATE, cast_inputs, mark, read_by_name
 from fxzero.params import (
     GradSync,
     ModelState,
@@ -33,6 +44,10 @@ from fxzero.params import (
     register,
     remember,
 )
+from fxzero.rendezvous import compare_models, describe
+from fxzero.runtime import watch
+from fxzero.runtime.agree import make_channel
+from fxzero.shard_state import guard
 
 _SPECS = "_fxzero_specs"
 
@@ -49,6 +64,7 @@ def shard(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     ignored: Collection[nn.Parameter] = (),
+    broadcast_buffers: bool = True,
 ) -> nn.Module:
     """Shard a model's parameters for ZeRO training, in place.
 
@@ -66,6 +82,9 @@ def shard(
             so do buffers and the parameters of BatchNorm.
         reduce_dtype: dtype in which gradients are reduced; default: the compute dtype.
         ignored: parameters to leave alone. Their gradients are not reduced.
+        broadcast_buffers: buffers that a forward changes, such as BatchNorm's statistics,
+            become rank 0's after it, as in ``DistributedDataParallel``. False lets every rank
+            keep its own.
 
     Returns:
         The same module. In a single process nothing is split and nothing communicates.
@@ -75,18 +94,34 @@ def shard(
             DTensor, the mesh does not match the world, a meta module cannot be
             initialised. The model is then untouched.
     """
+    let_anomaly_mode_read_dtensors()
     ignored_ids = {id(parameter) for parameter in ignored}
     _check(model, zero, param_dtype, reduce_dtype, ignored_ids, mesh)
     mesh = resolve_mesh(mesh, _device_type(model, mesh))
+    if mesh is not None:
+        _compare_ranks(model, mesh, zero, param_dtype, reduce_dtype, len(ignored_ids))
+    originals = dict(model.named_parameters())
+    optimizers = optimizers_of(originals.values()) if mesh is not None else []
+    if mesh is not None and zero > 0:
+        refuse_used_optimizers(originals, optimizers)
+        refuse_alive(originals)
     state = ModelState(zero=zero, number=next_model_number())
     make_spec = _spec_maker(state, mesh, param_dtype, reduce_dtype)
     setattr(model, STATE, state)
     specs: dict[str, ParamSpec] = {}
-    _shard_modules(model, mesh, make_spec, specs, ignored_ids)
+    replaced_by = _shard_modules(model, mesh, make_spec, specs, ignored_ids)
     setattr(model, _SPECS, specs)  # keeps the specs alive as long as the model
+    hand_over(replaced_by, optimizers)
+    if mesh is not None:
+        groups = [mesh.get_group(axis).group_name for axis in range(mesh.ndim)]
+        buffers = BufferSync(model, groups) if broadcast_buffers and mesh.size() > 1 else None
+        state.buffers = buffers or None
+        read_by_name(model, state)
     if param_dtype is not None:
         cast_inputs(model, param_dtype)
     if mesh is not None:
+        if zero > 0:
+            guard(model, mesh)
         return_free_memory()
     return model
 
@@ -97,8 +132,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     Stages 0 and 1: full gradients are kept on each rank and joined to the next
     synchronised backward, which reduces once (a warning says so if that came earlier, or did
-    not use all of their parameters). Until then ``.grad`` holds zeros; setting
-    it to None (``zero_grad()``) also forgets what was kept. Use ``loss.backward()``, not
+    not use all of their parameters). Until then ``.grad`` holds zeros; ``zero_grad()``, to None
+    or in place, also forgets what was kept. Use ``loss.backward()``, not
     ``torch.autograd.grad``. Stages 2 and 3 never keep full gradients: they reduce every
     micro-batch, the context changes nothing and warns.
 
@@ -161,6 +196,28 @@ def param_specs(model: nn.Module) -> dict[str, ParamSpec]:
 def replace_specs(module: nn.Module, specs: dict[str, ParamSpec]) -> None:
     """Lay a sharded module's parameters out anew; keys stay, so its markers find the new ones."""
     setattr(module, _SPECS, {name: register(spec) for name, spec in specs.items()})
+
+
+def _compare_ranks(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    zero: int,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    num_ignored: int,
+) -> None:
+    """See that all ranks shard alike before anything communicates: they would hang, or abort."""
+    for axis in range(mesh.ndim):
+        make_channel(mesh.get_group(axis).group_name)
+    watch.start()
+    settings = {
+        "zero": str(zero),
+        "param_dtype": str(param_dtype),
+        "reduce_dtype": str(reduce_dtype),
+        "mesh": str(mesh),
+        "ignored": str(num_ignored),
+    }
+    compare_models({**settings, **describe(dict(model.named_parameters()))})
 
 
 def _check(
@@ -268,17 +325,22 @@ def _shard_modules(
     make_spec: Callable[[str, nn.Parameter], ParamSpec],
     specs: dict[str, ParamSpec],
     ignored_ids: set[int],
-) -> None:
-    """Materialise, split and mark module after module; tied parameters stay tied."""
+) -> dict[int, nn.Parameter]:
+    """Materialise, split and mark module after module; tied parameters stay tied.
+
+    Returns:
+        The parameters that have replaced others, by the identity of those.
+    """
     done: dict[int, tuple[nn.Parameter, ParamSpec]] = {}
-    keepalive: list[nn.Parameter] = []  # an id is only unique while its object lives
+    owned_by: dict[int, tuple[nn.Parameter, nn.Module, str]] = {}  # an id needs a living object
     owners = list(model.named_modules())
     device = torch.device(mesh.device_type if mesh is not None else _device_type(model, None))
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     for path, module in owners:
         originals = {n: p for n, p in module._parameters.items() if p is not None}
-        keepalive.extend(originals.values())
+        for name, original in originals.items():
+            owned_by.setdefault(id(original), (original, module, name))
         tied = {n: done[id(p)][0] for n, p in originals.items() if id(p) in done}
         materialize.module(model, path, module, device, tied)
         keys: dict[str, str] = {}
@@ -299,10 +361,21 @@ def _shard_modules(
                 done[id(original)] = (parameter, spec)
             parameter, spec = done[id(original)]
             module._parameters[name] = parameter
+            if mesh is not None:
+                setattr(parameter, KEY, spec.key)
+                if spec.replica_groups and not isinstance(parameter, DTensor):
+                    reduce_what_arrives(parameter, spec)
             if mesh is not None or spec.compute_dtype != spec.dtype:
                 keys[name] = spec.key
         mark(module, keys, getattr(model, STATE))
     _broadcast_buffers(model, mesh)
+    replaced_by = {}
+    for identity, (parameter, _) in done.items():
+        original, owner, name = owned_by[identity]
+        if parameter is not original:
+            replaced_by[identity] = parameter
+            stand_in(original, owner, name)
+    return replaced_by
 
 
 def _split(
@@ -323,6 +396,8 @@ def _split(
         placements[-1] = Shard(0)
     if spec.shard_group is not None:
         values = values[spec.local_rows].clone()
+    elif values.data_ptr() == full.data_ptr():
+        values = values.clone()  # others may keep the full tensor's memory, and write to it
     distributed = DTensor.from_local(
         values,
         mesh,
@@ -331,7 +406,9 @@ def _split(
         shape=torch.Size(spec.shape),
         stride=_contiguous_stride(spec.shape),
     )
-    return nn.Parameter(distributed, requires_grad=full.requires_grad)
+    parameter = nn.Parameter(distributed, requires_grad=full.requires_grad)
+    parameter.__class__ = ShardedParameter  # type: ignore[assignment]
+    return parameter
 
 
 def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -21,6 +21,8 @@ from fxzero.config import Config
 from fxzero.errors import CaptureError
 from fxzero.fold_layers import fold_layers
 from fxzero.graph import StepGraph
+from fxzero.graph.writes import refuse_writes
+from fxzero.mark_inputs import use_markers
 from fxzero.optimizers import OptimizerLayout, create_state
 from fxzero.params import ParamSpec
 from fxzero.passes.base import Context, Fact, Pass
@@ -30,6 +32,10 @@ from fxzero.shard_inputs import take_local_tensors
 from fxzero.step.binding import Binder
 
 log = logging.getLogger("fxzero")
+
+
+class SeveralGraphsError(CaptureError):
+    """A step that one graph cannot hold, and several can."""
 
 
 def compile_graph(
@@ -60,6 +66,7 @@ def compile_graph(
         CaptureError: the graph computes no scalar, or more than a loss.
     """
     check_loss(module)
+    refuse_computed_inputs(example_inputs, specs)
     plain = {
         position: specs[id(value)]
         for position, value in enumerate(example_inputs)
@@ -70,6 +77,8 @@ def compile_graph(
     compilation = Compilation(config, plain=plain, context=context)
     observe(compilation)
     with _compat.collecting_only_new_objects():
+        refuse_writes(module, example_inputs)
+        use_markers(module, example_inputs)
         inputs, _ = take_local_tensors(module, example_inputs)
         compilation.folds = fold_layers(module, decompositions)
         with compilation.folds:
@@ -96,6 +105,23 @@ def compile_graph(
     return binder, call
 
 
+def refuse_computed_inputs(inputs: Sequence[Any], specs: Mapping[int, ParamSpec]) -> None:
+    """A step computes gradients of parameters, not of what was computed from them before.
+
+    Raises:
+        CaptureError: the forward reads a tensor that requires a gradient and is no parameter.
+    """
+    for value in inputs:
+        if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+            continue
+        if value.requires_grad and id(value) not in specs:
+            raise CaptureError(
+                f"the forward reads a tensor of shape {list(value.shape)} that requires a gradient "
+                "and is no parameter: something computed from one, and kept, such as weight.t() "
+                "in a constructor. Compute it in the forward."
+            )
+
+
 def no_cuda_graph(graph: StepGraph, layout: OptimizerLayout, config: Config) -> str:
     """Why a step cannot be replayed as a CUDA graph; empty if it can."""
     values = [n.meta.get("val") for n in graph.graph.find_nodes(op="placeholder")]
@@ -119,8 +145,8 @@ def check_loss(module: fx.GraphModule) -> None:
             "loss_fn(output, target) to compile_step."
         )
     if len(found) != 1:
-        raise CaptureError(
-            f"the step computes {len(found)} tensors that outlive it; it may return one loss. "
+        raise SeveralGraphsError(
+            f"the step computes {len(found)} tensors that outlive it; one graph returns one loss. "
             "Does the model return several, or bind a tensor to an attribute (self.x = …, or "
             "self.x += … on a buffer)? Write into buffers in place: self.x.add_(…)."
         )
@@ -146,9 +172,11 @@ def find_loss(graph: StepGraph) -> None:
     """
     descriptions = graph.output.meta.get("desc") or ()
     losses = [i for i, d in enumerate(descriptions) if _compat.is_output(d)]
-    others = graph.num_forward_outputs - len(graph.changed)
+    forward = graph.output_values[: graph.num_forward_outputs]
+    meshes = sum(isinstance(n, fx.Node) and n.op == "placeholder" and is_opaque(n) for n in forward)
+    others = graph.num_forward_outputs - len(graph.changed) - meshes
     if len(losses) != 1 or others != 1:
-        raise CaptureError(
+        raise SeveralGraphsError(
             "the forward returns or changes tensors in a way that one step graph cannot hold: "
             f"{[type(d).__name__ for d in descriptions[: graph.num_forward_outputs]]}. Use the "
             "ordinary loop with torch.compile(model, backend='fxzero')."
@@ -161,6 +189,11 @@ def find_loss(graph: StepGraph) -> None:
                 f"the forward changes its input {node.args[0]} in place ({node.target}). Use the "
                 "ordinary loop with torch.compile(model, backend='fxzero')."
             )
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Whether a node is no tensor: a DTensor that the forward changes also returns its mesh."""
+    return _compat.is_script_object(node.meta.get("val"))
 
 
 def drop_unwanted(graph: StepGraph, layout: OptimizerLayout) -> None:
@@ -210,8 +243,7 @@ def lower(
         compilation.joint = graph
     compilation.choose_costs(graph)
     compilation.run(graph, passes)
-    compilation.check_ranks(graph)
-    given = {Fact.STAMPED, Fact.GATHERED, Fact.CUT, Fact.RELEASED}
+    given = {Fact.STAMPED, Fact.GATHERED, Fact.UPDATED, Fact.CUT, Fact.RELEASED}
     compilation.run(graph, config.lowering_passes(), given)
     states = {id(spec.state): spec.state for spec in graph.specs.values()}
     return executable(graph, list(states.values()))

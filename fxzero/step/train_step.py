@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +18,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from fxzero import _compat, backend
+from fxzero.buffers import sync_buffers
 from fxzero.config import Config
-from fxzero.errors import BatchError, CaptureError, ConfigError, FxZeroError
+from fxzero.errors import BatchError, CaptureError, ConfigError, FxZeroError, FxZeroWarning
+from fxzero.gradients import hooks_of_users
+from fxzero.identity import as_now
 from fxzero.optimizers import OptimizerLayout, kernels_of
 from fxzero.params import GradSync, ModelState, ParamSpec, register
 from fxzero.precision import LossScale, Precision, set_precision
 from fxzero.sharding import model_state, param_specs, shard
 from fxzero.step.binding import Binder
-from fxzero.step.capture import compile_graph
+from fxzero.step.capture import SeveralGraphsError, compile_graph
 from fxzero.step.checks import (
     check_divides,
     check_micro_batches,
@@ -32,6 +37,8 @@ from fxzero.step.checks import (
     optimized_parameters,
     refuse_ignored,
 )
+from fxzero.step.loop import LoopStep
+from fxzero.step.loss import loss_function, unwrapped
 
 log = logging.getLogger("fxzero")
 
@@ -82,7 +89,8 @@ def compile_step(
             torch's fused kernels, bucket by bucket (on CUDA with ``fused=True``); another
             optimizer runs its own ``step()`` at the end.
         loss_fn: ``loss_fn(model(*batch[:-1]), batch[-1])``; without it the model returns
-            its loss.
+            its loss, or something that has one: an attribute or a key ``loss``, or a tuple
+            that begins with it.
         micro_batches: into how many parts each tensor of a batch is split along dim 0.
             Gradients are those of the mean of the parts' losses. What the forward does to
             Python objects happens once a step, what it does to buffers in every part.
@@ -126,9 +134,10 @@ class TrainStep:
         config: Config,
     ) -> None:
         self.model = model = getattr(model, "_orig_mod", model)
-        self.optimizer = optimizer
-        self.scheduler = scheduler
+        self.optimizer = optimizer = unwrapped(optimizer, "optimizer", Optimizer)
+        self.scheduler = scheduler = unwrapped(scheduler, "scheduler", LRScheduler)
         self._micro_batches = check_micro_batches(micro_batches)
+        as_now(optimizer)
         check_scheduler(scheduler, optimizer)
         parameters = optimized_parameters(model, optimizer)
         kernels_of(optimizer)  # raises for what cannot be captured, before the model is touched
@@ -161,6 +170,10 @@ class TrainStep:
         self._compiled_shapes: list[str] = []
         self._programs: list[tuple[Binder, Callable[[list[Any]], Any]]] = []
         """What Dynamo's graphs were compiled to."""
+        self._traced: set[tuple[Any, ...]] = set()
+        """Shapes of the batches that were traced."""
+        self._loop: LoopStep | None = None
+        """What trains instead where Dynamo cannot trace the step as one graph."""
         self._result: tuple[Tensor, Tensor | None, Tensor | None] | None = None
         self._layout = self._new_layout()
 
@@ -174,36 +187,20 @@ class TrainStep:
 
         Raises:
             BatchError: a batch that does not divide by the number of micro-batches.
-            CaptureError: a forward that is no single graph, or a loss that is no scalar.
+            CaptureError: a loss that is no scalar; under ``strict`` a forward that is no single
+                graph (else a warning, and the step trains in several graphs).
             NonFiniteGradientError: gradients that are not finite, where that is an error.
         """
         self._check(batch, kwargs)
         self._follow_changes()
         assert self._loss is not None
         rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
-        self._result = None
-        try:
-            with torch.enable_grad():
-                returned = self._loss(*batch, **kwargs)
-        except _compat.recompile_limit_error() as error:
-            raise CaptureError(
-                f"this step was compiled {_compat.recompile_limit()} times, for "
-                f"{self._compiled_shapes}, and is called with yet another shape, or with a number "
-                "in the model that changes from step to step. Pad batches to a few shapes, keep "
-                "changing numbers in tensors, or raise torch._dynamo.config.recompile_limit."
-            ) from error
-        except _compat.graph_break_errors() as error:
-            raise CaptureError(
-                "compile_step needs the forward and the loss in one graph, and Dynamo could not "
-                f"trace them:\n{error}\nRewrite what it names, or use the ordinary loop with "
-                "torch.compile(model, backend='fxzero'), which may have several graphs."
-            ) from error
-        result = self._take_result()
+        result = self._train_as_one_graph(batch, kwargs) if self._loop is None else None
         if result is None:
-            raise CaptureError(
-                f"the loss is no tensor of the graph but {type(returned).__name__} "
-                f"({returned!r}). Return a scalar tensor, or pass loss_fn(output, target)."
-            )
+            scale = self.loss_scale.value if self.loss_scale is not None else None
+            assert self._loop is not None
+            with torch.enable_grad():
+                result = self._loop(batch, kwargs, scale)
         loss, norm, skip = result
         skipped = self.loss_scale is not None and skip is not None and bool(skip.item())
         if self.loss_scale is not None:
@@ -213,6 +210,77 @@ class TrainStep:
             if self.scheduler is not None:
                 self.scheduler.step()
         return StepOutput(loss, norm, rates, skipped)
+
+    def _train_as_one_graph(
+        self, batch: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+        """Run the step's graph; None if Dynamo cannot make one, from when on there is a loop."""
+        assert self._loss is not None
+        self._result = None
+        try:
+            with torch.enable_grad(), self._tracing(batch, kwargs):
+                returned = self._loss(*batch, **kwargs)
+        except _compat.recompile_limit_error() as error:
+            raise CaptureError(
+                f"this step was compiled {_compat.recompile_limit()} times, for "
+                f"{self._compiled_shapes}, and is called with yet another shape, or with a number "
+                "in the model that changes from step to step. Pad batches to a few shapes, keep "
+                "changing numbers in tensors, or raise torch._dynamo.config.recompile_limit."
+            ) from error
+        except SeveralGraphsError as error:
+            if self._config.strict:
+                raise
+            self._begin_loop(error)
+            return None
+        except _compat.graph_break_errors() as error:
+            if self._config.strict:
+                raise CaptureError(
+                    "compile_step needs the forward and the loss in one graph, and Dynamo could "
+                    f"not trace them:\n{error}\nRewrite what it names, or drop strict=True to "
+                    "train in several graphs."
+                ) from error
+            self._begin_loop(error)
+            return None
+        result = self._take_result()
+        if result is None:
+            raise CaptureError(
+                f"the loss is no tensor of the graph but {type(returned).__name__} "
+                f"({returned!r}). Return a scalar tensor, or pass loss_fn(output, target)."
+            )
+        return result
+
+    def _tracing(
+        self, batch: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context for a call: one whose shapes are new will be traced."""
+        shapes = tuple(
+            (value.shape, value.dtype) if isinstance(value, Tensor) else type(value)
+            for value in pytree.tree_leaves((tuple(batch), dict(kwargs)))
+        )
+        if shapes in self._traced:
+            return contextlib.nullcontext()
+        self._traced.add(shapes)
+        return _compat.lenient_tracing(self._modules)
+
+    def _begin_loop(self, error: Exception) -> None:
+        """Train in several graphs from now on, and say why."""
+        warnings.warn(
+            "compile_step trains in several graphs: forward and loss could not be traced as one."
+            f"\n{error}\nNumbers are the same; updates wait for the whole backward. Rewrite "
+            "what it names for one graph; strict=True makes this an error.",
+            FxZeroWarning,
+            stacklevel=4,
+        )
+        self._loop = LoopStep(
+            self.model,
+            self.optimizer,
+            self._loss_function(whole=True),
+            state=self._state,
+            parameters=self._parameters,
+            micro_batches=self._micro_batches,
+            clip_grad_norm=self._clip_grad_norm,
+            config=self._config,
+        )
 
     def _take_result(self) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
         """What the graph returned to the call that is running; None if none ran."""
@@ -234,7 +302,7 @@ class TrainStep:
                 "micro_batches=k instead: the step then reduces as seldom as its stage allows."
             )
         for name, parameter in self._parameters.items():
-            if _compat.has_gradient_hooks(parameter):
+            if hooks_of_users(_compat.gradient_hooks(parameter)):
                 raise ConfigError(
                     f"{name} has a gradient hook, which a compiled step would not run. Remove it, "
                     "or use the ordinary loop with torch.compile(model, backend='fxzero')."
@@ -265,6 +333,8 @@ class TrainStep:
             self._layout = self._new_layout()
             now = self._structure_now()
         self._structure = now
+        self._loop = None
+        self._traced = set()
         self._compiled_shapes = []
         self._programs = []
         self._loss = torch.compile(
@@ -296,39 +366,10 @@ class TrainStep:
             return "the optimizer's parameter groups have changed"
         return "hooks were added or removed"
 
-    def _loss_function(self) -> Any:
-        """What Dynamo traces: the loss of the first micro-batch."""
-        model, loss_fn, count, fp32 = (
-            self.model,
-            self._loss_fn,
-            self._micro_batches,
-            self._fp32_loss,
-        )
-
-        def first(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.dim() > 0:
-                return torch.ops.fxzero.micro_batch(value, 0, count)
-            return value
-
-        def widen(value: Any) -> Any:
-            low = (torch.float16, torch.bfloat16)
-            if isinstance(value, Tensor) and value.dtype in low:
-                return value.float()
-            return value
-
-        def loss(*batch: Any, **kwargs: Any) -> Any:
-            if count > 1:
-                batch, kwargs = pytree.tree_map(first, (batch, kwargs))
-            if loss_fn is None:
-                found = model(*batch, **kwargs)
-            else:
-                output = model(*batch[:-1], **kwargs)
-                if fp32:
-                    output = pytree.tree_map(widen, output)
-                found = loss_fn(output, batch[-1])
-            return found
-
-        return loss
+    def _loss_function(self, whole: bool = False) -> Any:
+        """What Dynamo traces: the loss of the first micro-batch, or of the `whole` batch."""
+        count = 1 if whole else self._micro_batches
+        return loss_function(self.model, self._loss_fn, count, self._fp32_loss)
 
     def _new_layout(self) -> OptimizerLayout:
         """What updates which parameter."""
@@ -387,6 +428,7 @@ class TrainStep:
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         with torch.no_grad():
             result = self._result = run(binder(inputs, scale))
+            sync_buffers(self._state)
         return (result[0],)
 
 

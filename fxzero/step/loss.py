@@ -1,0 +1,69 @@
+"""What a step minimises: the loss in what a model returns, or what a loss function makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+
+def loss_function(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    micro_batches: int,
+    fp32_loss: bool,
+) -> Callable[..., Any]:
+    """The loss of the first of some micro-batches, as a function of the whole batch.
+
+    Args:
+        loss_fn: gets the model's output and the batch's last argument; None if the model returns
+            its loss.
+        fp32_loss: whether `loss_fn` gets a low-precision output as fp32.
+    """
+
+    def first(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dim() > 0:
+            return torch.ops.fxzero.micro_batch(value, 0, micro_batches)
+        return value
+
+    def widen(value: Any) -> Any:
+        low = (torch.float16, torch.bfloat16)
+        if isinstance(value, Tensor) and value.dtype in low:
+            return value.float()
+        return value
+
+    def loss(*batch: Any, **kwargs: Any) -> Any:
+        if micro_batches > 1:
+            batch, kwargs = pytree.tree_map(first, (batch, kwargs))
+        if loss_fn is None:
+            found = loss_of(model(*batch, **kwargs))
+        else:
+            output = model(*batch[:-1], **kwargs)
+            if fp32_loss:
+                output = pytree.tree_map(widen, output)
+            found = loss_fn(output, batch[-1])
+        return found
+
+    return loss
+
+
+def loss_of(output: Any) -> Any:
+    """The loss in what a model returns."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    if isinstance(output, (tuple, list)):
+        scalars = [item for item in output if isinstance(item, Tensor) and item.dim() == 0]
+        return scalars[0] if len(scalars) == 1 and output[0] is scalars[0] else output
+    return getattr(output, "loss", output)
+
+
+def unwrapped(wrapper: Any, attribute: str, kind: type) -> Any:
+    """What a wrapper such as accelerate's, of the same kind as what it wraps, holds."""
+    while isinstance(inner := getattr(wrapper, attribute, None), kind):
+        wrapper = inner
+    return wrapper
