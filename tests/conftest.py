@@ -30,6 +30,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "error::fxzero.errors.FxZeroWarning")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_what_dynamo_compiled() -> None:
+    """A module's tests mean the same whatever ran before: a second size makes shapes dynamic."""
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pools]:
     """``ranks(2).run(fn, *args)``: call a function on two gloo processes."""

@@ -6,16 +6,22 @@ import ast
 import json
 import subprocess
 import sys
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
+import torch
+from omegaconf import OmegaConf
 from typer.testing import CliRunner, Result
 
+import fxzero
+from fxzero import Config
 from fxzero.cli.app import app
 from tests.tracing import chain
 
+ROOT = Path(__file__).resolve().parents[1]
 TARGET = "tests.test_cli:model"
 model = chain(2)
-
 
 BY_LAYER = ("--options", '{"bucket": {"min_bytes": 0}, "prefetch": {"distance": 1}}')
 
@@ -46,13 +52,6 @@ def test_a_diff() -> None:
     assert any(line.startswith("+layers_0_weight: ") for line in lines)
 
 
-def test_the_diff_of_an_unknown_pass() -> None:
-    """The nearest one is named."""
-    result = call(TARGET, "--diff", "shard_parms")
-    assert result.exit_code == 1
-    assert "no pass 'shard_parms' ran: did you mean 'shard_params'?" in result.stderr
-
-
 def test_code_is_python() -> None:
     """The schedule can be pasted: one function, in launch order."""
     result = call(TARGET, "--code", *BY_LAYER)
@@ -64,12 +63,11 @@ def test_code_is_python() -> None:
 
 
 def test_json_with_code_and_diff() -> None:
-    """What is asked for is there; an unknown pass is an error here too."""
+    """What is asked for is there."""
     result = call(TARGET, "--json", "--code", "--diff", "bucket")
     data = json.loads(result.stdout)
     assert data["code"][0].startswith("# graph 0")
     assert data["diffs"][0].startswith("--- before bucket")
-    assert call(TARGET, "--json", "--diff", "nope").exit_code == 1
 
 
 def test_code_and_diff() -> None:
@@ -108,32 +106,116 @@ def test_inference() -> None:
     assert {r["phase"] for r in json.loads(result.stdout)["transfers"]} == {"forward"}
 
 
+def test_the_settings_are_those_of_hydras_group() -> None:
+    """`fxzero options` writes the file; a setting that is new or changed is written anew."""
+    result = CliRunner().invoke(app, ["options"])
+    assert result.exit_code == 0
+    assert result.stdout == (ROOT / "conf/fxzero/default.yaml").read_text()
+
+
+def test_every_setting_says_what_it_is() -> None:
+    """A line of comment stands over each."""
+    lines = (ROOT / "conf/fxzero/default.yaml").read_text().splitlines()
+    for before, line in pairwise(lines):
+        assert line.lstrip().startswith("#") or before.lstrip().startswith("#"), line
+
+
+def test_the_yaml_is_the_default_config() -> None:
+    """Read back, it is what no options are."""
+    values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/fxzero/default.yaml"))
+    assert Config.from_options(values) == Config()  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "target",
+    ["dict_inputs", "tensor_input", "both_inputs", "dict_batches", "Nets.small", "list_inputs"],
+)
+def test_what_a_factory_may_return(target: str) -> None:
+    """Inputs as a tensor, a tuple, a dict, a tuple and a dict; a batch as a dict."""
+    result = call(f"tests.targets:{target}", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["num_parameters"] == 64
+
+
+def test_a_file_may_be_named(tmp_path: Path) -> None:
+    """As python itself runs it: with its own folder to import from."""
+    (tmp_path / "beside.py").write_text("WIDTH = 8\n")
+    (tmp_path / "my model.py").write_text(
+        "import torch\nfrom torch import nn\nfrom beside import WIDTH\n"
+        "def tiny():\n    return nn.Linear(WIDTH, WIDTH), torch.ones(4, WIDTH)\n"
+    )
+    result = call(f"{tmp_path}/my model.py:tiny", "--step", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["num_parameters"] == 72
+
+
+@pytest.mark.parametrize(
+    "arguments",
     [
-        (("tests.test_cli",), "'tests.test_cli' names no factory. Write package.module:factory."),
-        (("tests.no_such_module:f",), "cannot import 'tests.no_such_module'"),
-        (("tests.test_cli:modle",), "has no function 'modle': did you mean 'model'?"),
-        ((TARGET, "--options", "{"), "--options='{' is no JSON"),
-        ((TARGET, "--options", "[1]"), "--options='[1]' must be a JSON object"),
-        ((TARGET, "--options", '{"prefech": {}}'), "did you mean 'prefetch'?"),
-        ((TARGET, "--rank", "8"), "rank 8 is not in a world of 8 ranks"),
+        ("--param-dtype", "float16"),
+        ("--micro-batches", "4"),
+        ("--micro-batches", "3", "--batch-size", "6", "--param-dtype", "bfloat16"),
+    ],
+    ids=" ".join,
+)
+def test_whole_steps(arguments: tuple[str, ...]) -> None:
+    """With a loss scale, and in parts: by default, two rows for each."""
+    result = call("tests.targets:dict_batches", "--step", "--json", *arguments)
+    assert result.exit_code == 0, result.output
+    names = [row["name"] for row in json.loads(result.stdout)["passes"]]
+    assert names[-1] == "lower_regions"
+
+
+def test_a_setting_without_effect_is_a_sentence() -> None:
+    """Not a line of Python's, with a file of ours; under strict it ends the command."""
+    options = {"prefetch": {"reduce_distance": 2}}
+    result = call(TARGET, "--options", json.dumps(options))
+    assert result.exit_code == 0, result.output
+    assert result.stderr.startswith("warning: prefetch.reduce_distance=2 has no effect")
+    assert ".py" not in result.stderr
+    strict = call(TARGET, "--options", json.dumps({**options, "strict": True}))
+    assert strict.exit_code == 2
+    assert "an error because strict=True" in strict.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("wrong_shapes", "same reduction dim"),
+        ("breaks", "this model says no"),
+        ("nothing_to_train", "depends on no parameter that requires a gradient"),
+        ("whole_numbers", "the model returned torch.int64: no tensor to train by"),
+        ("words", "the model returned str: no tensor to train by"),
+        ("nothing", "the model returned NoneType"),
+        ("empty", "the model returned dict"),
     ],
 )
-def test_mistakes_exit_with_1(arguments: tuple[str, ...], message: str) -> None:
-    """A sentence on the standard error, no traceback."""
-    result = call(*arguments)
-    assert result.exit_code == 1
-    assert message in " ".join(result.stderr.split())
-    assert "Error" in result.stderr
+def test_a_model_that_cannot_be_compiled_ends_with_1(target: str, message: str) -> None:
+    """What it says itself, and where."""
+    result = call(f"tests.targets:{target}")
+    assert_sentence(result, 1, message)
+    loud = call(f"tests.targets:{target}", "--traceback")
+    assert loud.exception is not None
+    assert not isinstance(loud.exception, SystemExit)
+
+
+def assert_sentence(result: Result, code: int, message: str) -> None:
+    """An exit code and a sentence on the standard error; no traceback, nothing else."""
+    assert result.exit_code == code, result.output
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert message in " ".join(result.stderr.replace("│", " ").split()), result.stderr
     assert "Traceback" not in result.output
     assert result.stdout == ""
 
 
-def test_usage_errors_exit_with_2() -> None:
-    """As every command's."""
-    assert call(TARGET, "--zero", "4").exit_code == 2
-    assert call().exit_code == 2
+@pytest.mark.slow
+def test_torchs_log_of_an_error_is_not_shown_beside_it() -> None:
+    """It writes a traceback past everything, and then raises."""
+    words = [sys.executable, "-m", "fxzero", "inspect", "tests/targets.py:wrong_shapes"]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 1
+    assert "same reduction dim" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.slow
@@ -143,5 +225,9 @@ def test_the_installed_command() -> None:
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
     )
+    version = subprocess.run(
+        [sys.executable, "-m", "fxzero", "--version"], capture_output=True, text=True, timeout=300
+    )
+    assert version.stdout == f"fxzero {fxzero.__version__}, torch {torch.__version__}\n"
     assert result.returncode == 0
     assert "inspect" in result.stdout

@@ -9,9 +9,9 @@ import pytest
 
 from fxzero import Config, ConfigError, FxZeroWarning
 from fxzero.backend import Compilation
-from fxzero.config import build
 from fxzero.passes import Bucket, LowerRegions, Prefetch
 from fxzero.passes.lower_regions import RegionBackend
+from fxzero.settings import build
 
 
 def test_defaults() -> None:
@@ -89,7 +89,7 @@ def test_ready_made_objects_are_taken() -> None:
             {"cost": {"cluster": "dgx_h10"}},
             (
                 "cost.cluster='dgx_h10': did you mean 'dgx_h100'? Known: dgx2, dgx_a100, "
-                "dgx_h100, h200, laptop, pair_1gbit"
+                "dgx_h100, h200, laptop, pair_1gbit; or a file that ends in .yaml"
             ),
         ),
         ({"prefetch": {"distance": -1}}, "prefetch.distance=-1 must be 0 or more"),

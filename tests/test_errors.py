@@ -16,6 +16,8 @@ _TREE = {
     "ShardingError": ("FxZeroError", "ValueError"),
     "KernelError": ("FxZeroError", "ValueError"),
     "CaptureError": ("FxZeroError", "RuntimeError"),
+    "RanksDisagreeError": ("FxZeroError", "RuntimeError"),
+    "RankLostError": ("FxZeroError", "RuntimeError"),
     "PassError": ("FxZeroError", "RuntimeError"),
     "ContractError": ("PassError",),
     "VerificationError": ("FxZeroError", "RuntimeError"),

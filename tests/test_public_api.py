@@ -21,6 +21,8 @@ _PUBLIC = [
     "NonFiniteGradientError",
     "PassError",
     "Precision",
+    "RankLostError",
+    "RanksDisagreeError",
     "ShardingError",
     "StepOutput",
     "Traffic",

@@ -83,14 +83,19 @@ def test_a_dtensor_that_is_read_otherwise_stays() -> None:
     """Only parameters that the graph reads by ``to_local()`` alone are replaced."""
 
     class AlsoRaw(nn.Linear):
+        other: nn.Parameter
+
         def forward(self, x: Tensor) -> Tensor:
-            raw = self._parameters["weight"]
-            return super().forward(x) * raw.size(0) + (raw * 2).to_local().sum()  # type: ignore[union-attr]
+            raw = self.other
+            return super().forward(x) * raw.size(0) + (raw * 2).to_local().sum()  # type: ignore[operator]
 
     layer, taken = fxzero.shard(AlsoRaw(3, 4), zero=3), Taken()
+    weight = layer._parameters["weight"]
+    assert isinstance(weight, DTensor)
+    layer.other = nn.Parameter(weight.detach())  # a DTensor that shard has not seen
     torch.compile(layer, backend=taken)(torch.ones(2, 3)).sum().backward()
-    assert len(taken.positions) == 1, "the bias"
-    assert isinstance(layer._parameters["weight"].grad, DTensor)
+    assert len(taken.positions) == 2, "weight and bias"
+    assert isinstance(layer.other.grad, DTensor)
 
 
 @pytest.mark.usefixtures("two_ranks")

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import operator
 import re
-from unittest import mock
 
 import pytest
 import torch
 from torch import fx, nn
 
-import fxzero
-from fxzero.backend import Compilation
 from fxzero.errors import VerificationError
 from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
 from fxzero.graph.stamps import set_stamp, stamp_of
-from fxzero.graph.verify import check_updates, collectives_digest, verify
-from fxzero.passes import Fact
-from tests.parity.harness import Pools
+from fxzero.graph.verify import check_updates, verify
+from fxzero.passes import Bucket, Fact
+from fxzero.runtime.account import collectives_digest
 from tests.passes.test_recompute import with_dropout
-from tests.stepping import chain_of, step_graph
-from tests.tracing import Chain, chain, clone, find, of, of_role, scheduled
+from tests.stepping import EAGER, chain_of, step_graph
+from tests.tracing import chain, clone, find, of, of_role, scheduled
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _aten = torch.ops.aten
@@ -182,6 +179,83 @@ def test_a_gradient_that_is_reduced_twice(graph: StepGraph) -> None:
     )
 
 
+def of_one_bucket() -> StepGraph:
+    """Two gathers, and two reduces, of tensors of one shape."""
+    return scheduled(chain(2), "prefetch", Bucket(), zero=3)
+
+
+def swap_parts(graph: StepGraph, lane: str) -> fx.Node:
+    """Let two results of a transfer be taken for each other; the first wait that is wrong."""
+    transfer = graph.transfers(name=lane)[0]
+    first, second = transfer.parts
+    first.args, second.args = second.args, first.args
+    return transfer.waits[0]
+
+
+@pytest.mark.parametrize("lane", ["gather", "reduce"])
+def test_two_results_that_are_swapped(lane: str) -> None:
+    """Every shape fits."""
+    graph = of_one_bucket()
+    verify(graph, _ALL, after="prefetch")
+    wait = swap_parts(graph, lane)
+    rule = rf"{wait.name} is waited for as layers.\d.weight, but \w+ sent layers.\d.weight there"
+    assert_refused(graph, rule, wait, "Keep the order of tensors, parts and waits")
+
+
+def test_two_gradients_that_are_swapped() -> None:
+    """Each is reduced, for the other parameter."""
+    graph = of_one_bucket()
+    first, second = graph.gradients
+    values = list(graph.output_values)
+    wait = values[second]
+    values[first], values[second] = values[second], values[first]
+    graph.set_output_values(values)
+    rule = rf"the gradient of layers.\d.weight is {wait.name}, which is that of layers.\d.weight"
+    assert_refused(graph, rule, wait, "Keep parameters and gradients in one order")
+
+
+def test_a_gradient_that_is_a_sum(graph: StepGraph) -> None:
+    """As large as there are ranks."""
+    launch = graph.transfers(name="reduce")[0].launch
+    tensors, _, *rest = launch.args
+    launch.args = (tensors, "sum", *rest)
+    rule = r"the gradient of layers.\d.weight is no mean over the ranks"
+    assert_refused(graph, rule, launch, "Gradients are averaged")
+
+
+def test_a_gather_over_other_ranks() -> None:
+    """The replicas hold the same rows."""
+    graph = scheduled(chain(1), "prefetch", zero=3, mesh_shape=(2, 4))
+    launch = graph.transfers(name="gather")[0].launch
+    (group,) = {g.name for s in graph.specs.values() for g in s.replica_groups}
+    launch.args = (*launch.args[:2], group)
+    rule = rf"{launch.name} gathers layers.0.weight over group {group} of 4, but it is sharded over"
+    assert_refused(graph, rule, launch, "gathered over the group that shares it")
+
+
+def test_a_micro_step_that_is_lost() -> None:
+    """At the stages that add up shards, and at those that add up full gradients."""
+    for zero in (0, 3):
+        graph = step_graph(chain_of(2, rows=6), zero=zero, micro_batches=3)
+        check_updates(graph, "prefetch")
+        (add, *_) = of_role(graph, Role.ACCUMULATE)
+        add.replace_all_uses_with(add.args[0])  # type: ignore[arg-type]
+        with pytest.raises(VerificationError, match=r"adds up micro-steps \[0, \d\], expected"):
+            check_updates(graph, "prefetch")
+
+
+def test_state_of_another_parameter() -> None:
+    """Two parameters of one shape in an update."""
+    options = {**EAGER, "bucket": {}}
+    graph = step_graph(chain_of(2), options=options)
+    (update,) = of_role(graph, Role.UPDATE)
+    params, grads, (moments, *others), *rest = update.args
+    update.args = (params, grads, [moments[::-1], *others], *rest)  # type: ignore[index]
+    rule = r"takes exp_avg_layers_\d_weight for the state of layers.\d.weight, which is that of"
+    with pytest.raises(VerificationError, match=rule):
+        check_updates(graph, "prefetch")
+
+
 def test_a_marker_that_is_left() -> None:
     graph = scheduled(chain(1), "shard_params", zero=3)
     (marker,) = of_role(graph, Role.RESHARD)
@@ -223,57 +297,6 @@ def test_the_digest_does_not_depend_on_the_rank() -> None:
     graphs = [scheduled(build, "prefetch", world_size=2, rank=rank) for rank in (0, 1)]
     prints = [[(t.launch.target, t.launch.args[1:-1]) for t in g.transfers()] for g in graphs]
     assert prints[0] == prints[1]
-
-
-class Odd(Chain):
-    """Applies its layers in another order on rank 1."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, 8) → scalar."""
-        layers = list(self.layers)
-        if torch.distributed.get_rank() == 1:
-            layers.reverse()
-        for layer in layers:
-            x = layer(x).relu()
-        return x.sum()
-
-
-def compile_differently(difference: str) -> str:
-    """Job: compile, where rank 1's model may differ; return what was raised."""
-    model = Odd(2) if difference == "order" else Chain(2)
-    fxzero.shard(model, zero=3)
-    if difference == "frozen" and torch.distributed.get_rank() == 1:
-        next(model.parameters()).requires_grad_(False)
-    options = {"lower_regions": {"backend": "eager"}}
-    compiled = torch.compile(model, backend="fxzero", options=options)
-    # Ranks that nobody told would hang, so compiling ends before anything runs.
-    with mock.patch.object(Compilation, "cut", side_effect=NotImplementedError):
-        try:
-            compiled(torch.randn(4, 8))
-        except VerificationError as error:
-            return str(error)
-        except torch._dynamo.exc.BackendCompilerFailed as error:
-            if not isinstance(error.inner_exception, NotImplementedError):
-                raise
-    return ""
-
-
-@pytest.mark.parametrize("world", [2])
-@pytest.mark.parametrize("difference", ["order", "frozen"])
-def test_ranks_that_differ_get_an_error(ranks: Pools, world: int, difference: str) -> None:
-    """The second rank to arrive is told, before anything could hang."""
-    messages = ranks(world).run(compile_differently, difference)
-    told = [m for m in messages if m]
-    assert len(told) == 1, "one of two ranks arrives second"
-    assert "would run different sequences of collectives" in told[0]
-    assert "forward _c10d_functional.all_gather_into_tensor_coalesced" in told[0]
-    assert "Build the model and call it alike on all ranks" in told[0]
-
-
-@pytest.mark.parametrize("world", [2])
-def test_ranks_that_agree_get_none(ranks: Pools, world: int) -> None:
-    """The same code on all ranks."""
-    assert ranks(world).run(compile_differently, "nothing") == ["", ""]
 
 
 def test_a_parameter_that_is_read_after_its_update() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fxzero import CaptureError, ConfigError
 from fxzero.inspect import capture
-from fxzero.inspect.capture import fake_ranks, loss_of
+from fxzero.inspect.capture import fake_ranks, scalar_of
 from tests.tracing import BY_LAYER, Chain, chain
 
 
@@ -84,7 +84,7 @@ def test_the_rank_must_be_in_the_world(rank: int) -> None:
 )
 def test_what_cannot_be_called(built: object, message: str) -> None:
     """What the factory returned, and what it should."""
-    with pytest.raises(CaptureError, match=message):
+    with pytest.raises(ConfigError, match=message):
         capture(built, zero=3, world_size=8)  # type: ignore[arg-type]
 
 
@@ -96,9 +96,9 @@ def test_losses() -> None:
 
     scalar = torch.tensor(3.0)
     for output in (scalar, {"loss": scalar}, {"logits": torch.ones(3)}, Output(), (scalar, 1)):
-        assert loss_of(output).item() == 3
+        assert scalar_of(output).item() == 3
     with pytest.raises(CaptureError, match="the model returned str: no tensor"):
-        loss_of("nothing")
+        scalar_of("nothing")
 
 
 @pytest.mark.slow

@@ -7,11 +7,11 @@ of them. (For batch norm, whose statistics are those of a rank, it is torch's DD
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
@@ -131,12 +131,13 @@ def reference_trace(example: Example, dtype: torch.dtype, batches: list[Batch]) 
     model = build(example, dtype)
     if example.name != "convnet":
         return train(model, example.loss, batches)
-    # Each rank keeps its own statistics, as it does under fxzero.
-    with warnings.catch_warnings():
-        # Its successor, forward_sync_buffers, is younger than the oldest torch supported.
-        warnings.simplefilter("ignore", FutureWarning)
-        replica = DistributedDataParallel(model, broadcast_buffers=False)
-    return train(replica, example.loss, map(rows_of_rank, batches))
+    # Statistics are of a rank's rows; each forward begins with those of rank 0, and so does what
+    # comes after the last one under fxzero.
+    trace = train(DistributedDataParallel(model), example.loss, map(rows_of_rank, batches))
+    for buffer in trace.buffers.values():
+        assert buffer is not None
+        dist.broadcast(buffer, src=0)
+    return trace
 
 
 def assert_compiled_once(example: str) -> None:

@@ -162,15 +162,23 @@ def test_single_process_without_a_group(example: str, zero: int) -> None:
 )
 def test_two_axis_mesh(ranks: Pools, world: int, example: str, zero: int) -> None:
     """Sharded inside pairs, replicated across them."""
-    ranks(world).run(train_on_grid, example, zero)
+    ranks(world).run(train_on_grid, example, zero, True)
 
 
-def train_on_grid(name: str, zero: int) -> None:
+@pytest.mark.parametrize("world", [4])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_two_axis_mesh_uncompiled(ranks: Pools, world: int, zero: int) -> None:
+    """Eager gradients are averaged over both axes too."""
+    ranks(world).run(train_on_grid, "odd_shapes", zero, False)
+
+
+def train_on_grid(name: str, zero: int, compile_it: bool) -> None:
     """Job."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     example = EXAMPLES[name]
     batches = batches_of(example, STEPS)
-    model = compiled(name, zero, mesh)
+    model = fxzero.shard(build(example, FLOAT64), zero=zero, mesh=mesh)
+    model = compile_eagerly(model) if compile_it else model
     for key, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             expected_placements = (Replicate(), Shard(0) if parameter.dim() else Replicate())

@@ -45,6 +45,7 @@ from tests.parity.training import (
     rows_of_rank,
     train,
 )
+from tests.tracing import observed
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
@@ -203,20 +204,24 @@ def evaluate_between_steps(name: str, mode: str, zero: int) -> None:
 @on_two_ranks
 @pytest.mark.parametrize("zero", [1, 3])
 def test_batch_sizes_that_change(ranks: Pools, world: int, zero: int) -> None:
-    """4, 6, then 2 rows per rank: Dynamo makes the batch dimension symbolic."""
-    ranks(world).run(train_on_sizes, zero, (4, 6, 2))
+    """Ten sizes: one graph for the first, and one whose batch dimension is symbolic."""
+    sizes = (4, 6, 2, 3, 5, 7, 8, 9, 10, 11)
+    assert ranks(world).run(train_on_sizes, zero, sizes) == [2] * world
 
 
-def train_on_sizes(zero: int, rows_per_rank: tuple[int, ...]) -> None:
-    """Job."""
+def train_on_sizes(zero: int, rows_per_rank: tuple[int, ...]) -> int:
+    """Job: how many graphs were compiled."""
     example, model, reference = with_reference("gpt", zero)
-    for seed, rows in enumerate(rows_per_rank):
-        batch = make_batch(example, FLOAT64, seed, rows=rows * dist.get_world_size())
-        example.loss(model, rows_of_rank(batch)).backward()
-        example.loss(reference, batch).backward()
-        assert_same(full_gradients(model), full_gradients(reference), TIGHT)
-        for each in (model, reference):
-            take_step(each)
+    graphs: list[object] = []
+    with observed(graphs.append):
+        for seed, rows in enumerate(rows_per_rank):
+            batch = make_batch(example, FLOAT64, seed, rows=rows * dist.get_world_size())
+            example.loss(model, rows_of_rank(batch)).backward()
+            example.loss(reference, batch).backward()
+            assert_same(full_gradients(model), full_gradients(reference), TIGHT)
+            for each in (model, reference):
+                take_step(each)
+    return len(graphs)
 
 
 @on_two_ranks

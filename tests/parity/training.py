@@ -145,21 +145,22 @@ def _plain(named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 def assert_same_trace(actual: Trace, expected: Trace, rtol: float) -> None:
     """Compare every part of two traces, and report all that differ at once."""
-    differences = [
+    found = [
         f"{part}: {difference}"
         for part in ("losses", "gradients", "parameters", "optimizer_state", "buffers")
-        for difference in _differences(getattr(actual, part), getattr(expected, part), rtol)
+        for difference in differences(getattr(actual, part), getattr(expected, part), rtol)
     ]
-    assert not differences, "\n".join(differences)
+    assert not found, "\n".join(found)
 
 
 def assert_same(actual: Tensors, expected: Tensors, rtol: float) -> None:
     """Compare tensors by name. With ``rtol=0`` they must be equal bit by bit."""
-    differences = _differences(actual, expected, rtol)
-    assert not differences, "\n".join(differences)
+    found = differences(actual, expected, rtol)
+    assert not found, "\n".join(found)
 
 
-def _differences(actual: Tensors, expected: Tensors, rtol: float) -> list[str]:
+def differences(actual: Tensors, expected: Tensors, rtol: float) -> list[str]:
+    """What differs between tensors of the same names, a line each."""
     if actual.keys() != expected.keys():
         missing, extra = expected.keys() - actual.keys(), actual.keys() - expected.keys()
         return [f"missing {sorted(missing)}, not expected {sorted(extra)}"]

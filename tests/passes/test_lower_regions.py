@@ -14,7 +14,7 @@ from fxzero.graph import Role, StepGraph
 from fxzero.graph.stamps import stamp_of
 from fxzero.passes import Context, LowerRegions, ReleaseSaved
 from fxzero.passes.lower_regions import RegionBackend
-from fxzero.runtime.cutout import Cutout, cut_out, runs, settle
+from fxzero.runtime.cutout import Cutout, cut_out, move_parts_together, runs
 from fxzero.runtime.regions import RegionCache, Structure, structure_key
 from tests.tracing import observed, of, sides
 
@@ -44,7 +44,7 @@ _TOWERS = {
 
 def cutouts(graph: StepGraph) -> list[Cutout]:
     """The regions of a graph, not yet compiled."""
-    settle(graph)
+    move_parts_together(graph)
     cuts = enumerate(runs(graph.graph.nodes))
     return [cut_out(graph.fake_mode, run, f"region_{i}") for i, run in cuts]
 
@@ -130,7 +130,7 @@ def test_runs_end_at_transfers_and_layers() -> None:
     """No region holds two layers, nor anything but compute."""
     for side in ("forward", "backward"):
         graph = getattr(sides(tower(3), zero=3), side)
-        settle(graph)
+        move_parts_together(graph)
         found = runs(graph.graph.nodes)
         assert found
         for run in found:

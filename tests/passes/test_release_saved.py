@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -176,3 +177,16 @@ def test_a_release_does_not_split_a_run() -> None:
         if stamp_of(following).role is Role.COMPUTE:
             assert stamp_of(following).layer != stamp_of(release).layer
     verify(graph, {"stamped", "cut"}, after="release_saved")
+
+
+def test_parts_of_a_split_keep_what_was_saved_alive() -> None:
+    """Backward splits a saved tensor, and reads a part after it has read the whole."""
+    graph = fx.Graph()
+    saved = graph.placeholder("saved")
+    parts = graph.call_function(torch.ops.aten.split.Tensor, (saved, 2))
+    part = graph.call_function(operator.getitem, (parts, 0))
+    graph.call_function(torch.ops.aten.sum.default, (saved,))
+    view = graph.call_function(torch.ops.aten.t.default, (part,))
+    last = graph.call_function(torch.ops.aten.sum.default, (view,))
+    graph.output((last,))
+    assert last_reader(saved) is last

@@ -187,9 +187,9 @@ def test_growth() -> None:
 
     def seconds(count: int) -> float:
         graph = layers(count, 5, 8)
-        start = time.perf_counter()
+        start = time.process_time()
         best_order(graph)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     seconds(20)
     assert seconds(500) < 25 * max(seconds(50), 1e-3)

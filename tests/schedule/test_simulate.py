@@ -100,9 +100,9 @@ def test_twenty_thousand_events_in_milliseconds() -> None:
         event(Do.COMPUTE, "b", 4),
     )
     program = Program(layer * 5000)
-    start = time.perf_counter()
+    start = time.process_time()
     program.run()
-    assert time.perf_counter() - start < 0.5  # about 0.04 on a quiet core
+    assert time.process_time() - start < 0.5  # about 0.04 on a quiet core
 
 
 def test_a_trace_has_a_row_for_each_lane(tmp_path: Path) -> None:
@@ -136,5 +136,5 @@ def test_inspect_for_another_cluster(tmp_path: Path) -> None:
     assert path.exists()
     missing = [target, "--trace", str(tmp_path / "no" / "trace.json")]
     result = CliRunner().invoke(app, ["inspect", *missing])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "Name a file in a folder that exists" in result.stderr

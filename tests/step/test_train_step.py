@@ -130,6 +130,41 @@ def test_bitwise(micro_batches: int, clip: float | None) -> None:
     assert_bitwise(tensors(mine, optimizer), tensors(theirs, other))
 
 
+class Shifted(nn.Module):
+    """A loss that flattens its targets, as language models' do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """(B, T) and (B, T) to a scalar."""
+        logits = F.linear(self.embedding(tokens), self.embedding.weight)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_a_batch_need_not_be_contiguous() -> None:
+    """Tokens and targets are usually two views of one text, a column apart."""
+    torch.manual_seed(0)
+    mine = Shifted()
+    theirs = copy.deepcopy(mine)
+    optimizer, other = (SGD(m.parameters(), lr=0.1) for m in (mine, theirs))
+    step = fxzero.compile_step(mine, optimizer, micro_batches=4, options=EAGER)
+    for seed in range(3):
+        text = torch.randint(11, (8, 10), generator=torch.Generator().manual_seed(seed))
+        tokens, targets = text[:, :-1], text[:, 1:]
+        loss = step(tokens, targets).loss
+        parts = zip(tokens.chunk(4), targets.chunk(4), strict=True)
+        expected = torch.stack([theirs(*part) for part in parts]).mean()
+        expected.backward()
+        other.step()
+        other.zero_grad()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            mine.embedding.weight, theirs.embedding.weight, rtol=1e-6, atol=1e-7
+        )
+
+
 def test_inductor_draws_the_numbers_of_an_eager_run() -> None:
     """Dropout under compiled regions."""
     mine, theirs = make(), make()
@@ -288,7 +323,6 @@ class Strange(nn.Module):
         ("two", "computes 2 tensors"),
         ("number", "no tensor"),
         ("detached", "depends on no parameter"),
-        ("dictionary", "computes 2 tensors"),
         ("break", "one graph"),
     ],
 )
@@ -297,7 +331,7 @@ def test_no_loss(what: str, message: str) -> None:
     model = Strange(what)
     optimizer = fused_adamw(model.parameters())
     before = tensors(model, optimizer)
-    step = fxzero.compile_step(model, optimizer, options=EAGER)
+    step = fxzero.compile_step(model, optimizer, options={**EAGER, "strict": True})
     with pytest.raises(fxzero.CaptureError, match=message):
         step(torch.randn(2, 4))
     assert_bitwise(tensors(model, optimizer), before)
@@ -729,8 +763,8 @@ def test_python_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(updates.torch, name, lambda *_, **__: None)
     best = float("inf")
     for _ in range(20):
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(10):
             step(tokens, tokens)
-        best = min(best, (time.perf_counter() - start) / 10)
+        best = min(best, (time.process_time() - start) / 10)
     assert best < 2e-3, f"{best * 1e3:.2f} ms"

@@ -1,0 +1,1 @@
+"""What people train: architectures of transformers, built from configurations, against eager."""

@@ -1,0 +1,26 @@
+"""The faults, and what catches each of them.
+
+A fault is a few characters of the source. Chosen are those that would train something else in
+silence, lose a gradient, hang, or read freed memory.
+"""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+from tests.mutants.faults import (
+    gathers,
+    identity,
+    memory_and_ranks,
+    micro_steps,
+    reduces,
+    updates,
+)
+
+FAULTS: tuple[Fault, ...] = (
+    *gathers.FAULTS,
+    *reduces.FAULTS,
+    *micro_steps.FAULTS,
+    *updates.FAULTS,
+    *identity.FAULTS,
+    *memory_and_ranks.FAULTS,
+)

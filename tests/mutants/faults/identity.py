@@ -1,0 +1,96 @@
+"""Which tensor a name, a marker, a constant or a reference stands for."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+
+FAULTS = (
+    Fault(
+        "equal layers read the first one's parameters",
+        "fxzero/fold_layers.py",
+        "self._keys.get(a, a) if isinstance(a, str) else a for a in copy.args",
+        "a for a in copy.args",
+        "tests/test_fold_layers.py::test_the_graph_is_the_same[3]",
+    ),
+    Fault(
+        "a constant of a layer is looked up by name in the model",
+        "fxzero/fold_layers.py",
+        "constants.adopt(self._module, node) if is_constant else node.target,",
+        "node.target,",
+        "tests/graph/test_constants.py"
+        "::test_equal_layers_keep_their_constants_in_both_doors[3-model's too]",
+    ),
+    Fault(
+        "a free name is taken for the constant of that name",
+        "fxzero/graph/constants.py",
+        "is not constant.value:",
+        "is None:",
+        "tests/graph/test_constants.py"
+        "::test_equal_layers_keep_their_constants_in_both_doors[3-model's too]",
+    ),
+    Fault(
+        "a marker names another parameter of its module",
+        "fxzero/markers.py",
+        "return _unshard(parameter, keys[name], getattr(self, STATE).sync)",
+        "return _unshard(parameter, next(iter(keys.values())), getattr(self, STATE).sync)",
+        "tests/parity/test_parity.py::test_float64[2-mlp-3]",
+    ),
+    Fault(
+        "a parameter that is tied after shard keeps its own key",
+        "fxzero/markers.py",
+        "vars(self)[KEYS] = {**keys, name: key}",
+        "vars(self)[KEYS] = dict(keys)",
+        "tests/parity/test_habits.py::test_habit[TiedAfterShard-2]",
+    ),
+    Fault(
+        "reads around a marker stay as they are",
+        "fxzero/mark_inputs.py",
+        "user.replace_input_with(node, markers[0])",
+        "pass",
+        "tests/parity/test_habits.py::test_habit[InATupleToo-2]",
+    ),
+    Fault(
+        "a write to a gathered copy is lost in silence",
+        "fxzero/full_parameter.py",
+        "if version_of(copy) != version:",
+        "if version_of(copy) < version:",
+        "tests/parity/test_habits.py::test_habit[NormalisedByHand-2]",
+    ),
+    Fault(
+        "a norm is each rank's own part",
+        "fxzero/local_data.py",
+        "if any(p.is_partial() for p in result.placements):",
+        "if not result.placements:",
+        "tests/parity/test_identity.py::test_numbers_are_of_all_ranks[3-2]",
+    ),
+    Fault(
+        "an assignment to .data changes what was kept aside",
+        "fxzero/local_data.py",
+        "set_local_tensor(tensor, local_tensor(value).detach())",
+        "local_tensor(tensor).copy_(local_tensor(value))",
+        "tests/parity/test_identity.py::test_data_is_swapped_and_swapped_back[3-2]",
+    ),
+    Fault(
+        "who holds a replaced parameter keeps its old values",
+        "fxzero/identity.py",
+        "args, kwargs = replaced((args, kwargs or {}), ReplacedParameter, replacement)\n"
+        "        return func(*args, **kwargs)",
+        "with torch._C.DisableTorchFunctionSubclass():\n"
+        "            return func(*args, **(kwargs or {}))",
+        "tests/parity/test_habits.py::test_habit[InATuple-2]",
+    ),
+    Fault(
+        "optimizers made before shard keep the old parameters",
+        "fxzero/identity.py",
+        "[replaced_by.get(id(p), p) for p in group",
+        "[p for p in group",
+        "tests/parity/test_habits.py::test_habit[optimizer made before shard-2]",
+    ),
+    Fault(
+        "a parameter without gradient gets zeros, and decays",
+        "fxzero/shard_inputs.py",
+        "ctx.set_materialize_grads(False)",
+        "ctx.set_materialize_grads(True)",
+        "tests/parity/test_sharding.py::test_parameters_without_gradient_have_none[3-2]",
+    ),
+)

@@ -1,0 +1,88 @@
+"""What lives until it was read, and what all ranks have alike."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+
+FAULTS = (
+    Fault(
+        "an activation is released although a view of it is read later",
+        "passes/release_saved.py",
+        "if user not in seen and root(user) is owner:",
+        "if user not in seen and root(user) is user:",
+        "verify: stage 3, backward alone",
+        "released its memory",
+    ),
+    Fault(
+        "what the caller holds is released",
+        "passes/release_saved.py",
+        "and roots[node] not in visible",
+        "and roots[node] not in owners.keys() - {roots[node]}",
+        "tests/passes/test_release_saved.py::test_what_the_user_holds_is_not_released",
+    ),
+    Fault(
+        "a graph that is retained is released",
+        "fxzero/ops.py",
+        "if not backward_keeps_graph():",
+        "if backward_keeps_graph() is not None:",
+        "tests/test_ops.py::test_release_saved_obeys_retain_graph[True]",
+    ),
+    Fault(
+        "dropout is repeated with other numbers",
+        "passes/recompute.py",
+        "if not is_cheap(current) or",
+        "repeated = current.target is operator.getitem or 'dropout' in str(current.target)\n"
+        "        if not (is_cheap(current) or repeated) or",
+        "verify: stage 3",
+        "random node",
+    ),
+    Fault(
+        "a changed buffer is read again by backward",
+        "passes/recompute.py",
+        "            if source in mutated:\n                return None\n",
+        "",
+        "tests/passes/test_recompute.py::test_what_reads_a_changed_input_is_saved",
+    ),
+    Fault(
+        "buffers are each rank's own",
+        "fxzero/buffers.py",
+        "                _broadcast(buffer)",
+        "                pass",
+        "tests/parity/test_refusals.py::test_buffers_are_those_of_ddp[step-3-2]",
+    ),
+    Fault(
+        "statistics that eager kernels write unseen are each rank's own",
+        "fxzero/buffers.py",
+        "version != before or _counts(module)",
+        "version != before",
+        "tests/parity/test_refusals.py::test_buffers_are_those_of_ddp[eager-0-2]",
+    ),
+    Fault(
+        "every rank decides alone which buffers have changed",
+        "fxzero/buffers.py",
+        "if channel is not None:",
+        "if channel is None:",
+        "tests/parity/test_identity.py::test_ranks_that_write_to_other_buffers_do_not_mix_them[0-2]",
+    ),
+    Fault(
+        "ranks that run other graphs are not told",
+        "fxzero/runtime/agree.py",
+        "if not torch.equal(theirs, announcement.sent):",
+        "if theirs is announcement.sent:",
+        "tests/parity/test_ranks_disagree.py::test_another_path_on_one_rank[heads-compiled-0-2]",
+    ),
+    Fault(
+        "eager collectives are not compared",
+        "fxzero/runtime/agree.py",
+        '_eager[group, what] = Account(\n            digest_of(f"eager {what}"),',
+        '_eager[group, what] = Account(\n            digest_of("eager"),',
+        "tests/parity/test_ranks_disagree.py::test_another_path_on_one_rank[heads-eager-0-2]",
+    ),
+    Fault(
+        "a norm that is not finite is said of the wrong parameter",
+        "fxzero/runtime/finite.py",
+        "bad = [n for n, v in zip(self.names, norms, strict=True) if not math.isfinite(v)]",
+        "bad = [n for n, v in zip(self.names, norms, strict=True) if math.isfinite(v)]",
+        "tests/runtime/test_finite.py::test_a_step_that_was_not_finite",
+    ),
+)

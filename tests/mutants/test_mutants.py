@@ -1,0 +1,71 @@
+"""The faults of `tests.mutants.faults`: those that `verify` catches are tried here and now.
+
+The others need processes: ``python -m tests.mutants`` tries them all.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+
+import pytest
+
+from fxzero.errors import VerificationError
+from tests.mutants.fault import ROOT, Fault
+from tests.mutants.faults import FAULTS
+from tests.mutants.graphs import GRAPHS
+from tests.mutants.table import DOCS, document
+
+VERIFIED = {fault.name: fault for fault in FAULTS if fault.graph is not None}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_without_fault(name: str) -> None:
+    """Every rule holds."""
+    GRAPHS[name]()
+
+
+@pytest.mark.parametrize("name", VERIFIED)
+def test_verify_catches(name: str) -> None:
+    """Before anything runs."""
+    fault = VERIFIED[name]
+    assert fault.graph is not None
+    assert fault.says, "say by which rule"
+    with fault.in_process(), pytest.raises(VerificationError, match=fault.says):
+        GRAPHS[fault.graph]()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_where_it_says(fault: Fault) -> None:
+    """The line is there, once; with the fault it is Python still, and another program."""
+    mine, theirs = ast.parse(fault.changed()), ast.parse((ROOT / fault.file).read_text())
+    assert ast.dump(mine) != ast.dump(theirs)
+
+
+@functools.cache
+def names_in(file: str) -> frozenset[str]:
+    """Names of the functions of a file."""
+    tree = ast.parse((ROOT / file).read_text())
+    return frozenset(n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_catcher_is_there(fault: Fault) -> None:
+    """A graph, or a test by its id."""
+    if fault.graph is not None:
+        assert fault.graph in GRAPHS
+        return
+    file, _, test = fault.caught_by.partition("::")
+    assert test.partition("[")[0] in names_in(file)
+
+
+def test_the_faults_are_many_and_differ() -> None:
+    """No name and no change twice."""
+    assert len(FAULTS) >= 30
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    assert len({(fault.file, fault.before, fault.after) for fault in FAULTS}) == len(FAULTS)
+
+
+def test_the_table_of_the_documentation() -> None:
+    """``python -m tests.mutants --write`` writes it anew."""
+    assert DOCS.read_text() == document(FAULTS)

@@ -1,0 +1,138 @@
+"""No habit of real training code trains the wrong thing: right numbers, or an error that says why.
+
+Every habit of `tests.parity.habits` is trained for three steps on two ranks at ZeRO 0 to 3:
+uncompiled, through ``torch.compile`` and through `fxzero.compile_step`.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fxzero
+from tests.parity.habits import HABITS, Habit, Run
+from tests.parity.harness import Pools
+from tests.parity.training import Tensors, assert_same, full, full_parameters, mean_over_ranks
+
+STEPS = 3
+OPTIONS = {"lower_regions": {"backend": "eager"}}
+
+
+@pytest.mark.parametrize("world", [2])
+@pytest.mark.parametrize("name", list(HABITS))
+def test_habit(ranks: Pools, world: int, name: str) -> None:
+    """At every stage, through every door."""
+    for rank, complaints in enumerate(ranks(world).run(try_habit, name)):
+        assert not complaints, f"rank {rank}\n" + "\n".join(complaints)
+
+
+def try_habit(name: str) -> list[str]:
+    """Job: what is wrong, of all stages and doors."""
+    habit = HABITS[name]
+    gc.collect()
+    gc.freeze()  # each compilation collects: not through all that came before
+    right = any(refusal(habit, zero, door) is None for zero in range(4) for door in habit.doors)
+    expected = train(habit, zero=None, door="reference") if right else {}
+    complaints = []
+    for zero in range(4):
+        for door in habit.doors:
+            complaint = compare(habit, zero, door, expected)
+            if complaint:
+                complaints.append(f"zero={zero} {door}: {complaint}")
+    return complaints
+
+
+def refusal(habit: Habit, zero: int, door: str) -> str | None:
+    """What fxzero says where it refuses a habit; None where it does not."""
+    return habit.refused.get(f"{door} {zero}", habit.refused.get(door))
+
+
+def compare(habit: Habit, zero: int, door: str, expected: Tensors) -> str:
+    """What is wrong at one stage through one door; empty if all is as it should be."""
+    refused = refusal(habit, zero, door)
+    torch._dynamo.reset()
+    try:
+        found = train(habit, zero, door)
+    except fxzero.FxZeroError as error:
+        if refused is None:
+            return f"refused: {error}"
+        return "" if re.search(refused, str(error)) else f"refused otherwise: {error}"
+    if refused is not None:
+        return "not refused"
+    try:
+        assert_same(found, expected, habit.rtol)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def train(habit: Habit, zero: int | None, door: str) -> Tensors:
+    """Train, and return what was computed: losses, parameters and what the habit kept.
+
+    Args:
+        zero: the stage; None for the reference, in one process on all rows.
+    """
+    torch.manual_seed(0)
+    model = habit.build().double()
+    kept = habit.before_shard(model)
+    if zero is not None:
+        fxzero.shard(model, zero=zero)
+    habit.after_shard(model)
+    optimizer = kept if isinstance(kept, torch.optim.Optimizer) else None
+    run = Run(model, model, optimizer or habit.optimizer(model.parameters()))
+    if door == "compile":
+        run.forward = torch.compile(model, backend="fxzero", options=OPTIONS)  # type: ignore[assignment]
+    step = step_of(habit, run, door)
+    result: Tensors = {}
+    for index in range(STEPS):
+        batch = habit.batch(index)
+        rows = batch if zero is None else batch.chunk(dist.get_world_size())[dist.get_rank()]
+        loss = step(rows)
+        result[f"loss {index}"] = loss if zero is None else mean_over_ranks(loss)
+        habit.after_step(run)
+        if isinstance(run.extra, Tensor):
+            result[f"extra {index}"] = run.extra
+    result |= {f"parameter {name}": p for name, p in full_parameters(model).items()}
+    result |= {f"buffer {name}": full(b) for name, b in model.named_buffers()}
+    return result
+
+
+def step_of(habit: Habit, run: Run, door: str) -> Callable[[Tensor], Tensor]:
+    """One training step on a batch, through one of the doors."""
+    if door == "step":
+        compiled = fxzero.compile_step(run.model, run.optimizer, options=OPTIONS)
+
+        def call(batch: Tensor) -> Tensor:
+            with warnings.catch_warnings():
+                if habit.warns:
+                    warnings.filterwarnings("ignore", category=fxzero.FxZeroWarning)
+                return compiled(batch).loss
+
+        return call
+
+    def loop(batch: Tensor) -> Tensor:
+        loss: Any = habit.loss(run, batch) if habit.loss is not None else run.forward(batch)
+        loss.backward()
+        habit.after_backward(run)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        detached: Tensor = loss.detach()
+        return detached
+
+    return loop
+
+
+def test_the_count() -> None:
+    """How many habits there are, and how many of them are refused somewhere."""
+    refused = [name for name, habit in HABITS.items() if habit.refused]
+    assert len(HABITS) - len(refused) >= 40
+    assert len(refused) <= 10
+    assert all(isinstance(habit.build(), nn.Module) for habit in HABITS.values())

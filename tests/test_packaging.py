@@ -1,0 +1,169 @@
+"""What a wheel holds, and that fxzero is one thing installed, editable, and in a bare checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {"fxzero": "fxzero", "passes": "fxzero/passes", "kernels": "fxzero/kernels"}
+FOLDERS |= {"conf": "fxzero/conf"}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout in which an earlier build has left a module that is gone since."""
+    copy = tmp_path_factory.mktemp("tree") / "checkout"
+    copy.mkdir()
+    for name in (*FOLDERS, "examples"):
+        ignored = shutil.ignore_patterns("__pycache__", "results")
+        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for stale in ("build/lib/fxzero/gone.py", "build/lib/fxzero/passes/gone.py"):
+        (copy / stale).parent.mkdir(parents=True, exist_ok=True)
+        (copy / stale).write_text("raise AssertionError\n")
+    sources = "fxzero/__init__.py\nfxzero/gone.py\nconf/train.yaml\n"
+    (copy / "fxzero.egg-info").mkdir()
+    (copy / "fxzero.egg-info" / "SOURCES.txt").write_text(sources)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path) -> Path:
+    """The wheel of it, as pip builds it."""
+    code = "from setuptools.build_meta import build_wheel; print(build_wheel('dist'))"
+    built = subprocess.run(
+        [sys.executable, "-c", code], cwd=tree, capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    return tree / "dist" / built.stdout.strip().splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like site-packages."""
+    folder = tmp_path_factory.mktemp("site")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def test_a_wheel_holds_what_the_tree_holds(tree: Path, wheel: Path) -> None:
+    """Every module and YAML file, and nothing of an earlier build."""
+    packed = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    expected = {
+        f"{inside}/{path.relative_to(tree / folder).as_posix()}"
+        for folder, inside in FOLDERS.items()
+        for path in (tree / folder).rglob("*")
+        if path.suffix in (".py", ".yaml", ".json") or path.name == "py.typed"
+    }
+    assert packed == expected
+
+
+def test_every_package_of_the_tree_is_named() -> None:
+    """A new folder must be added to pyproject.toml, or the wheel would lack it."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    found = {
+        ".".join((inside, *path.parent.relative_to(ROOT / folder).parts)).replace("/", ".")
+        for folder, inside in FOLDERS.items()
+        for path in (ROOT / folder).rglob("__init__.py")
+    }
+    assert set(settings["packages"]) == found
+
+
+def test_what_is_installed_names_nothing_that_it_lacks(installed: Path) -> None:
+    """No setting of the wheel points at the examples, which stay in the checkout."""
+    for path in (installed / "fxzero" / "conf").rglob("*.yaml"):
+        assert "examples.models" not in path.read_text(), path
+
+
+WITHOUT_EDITABLE = """
+import importlib.metadata, sys
+sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in f"{f!r}{f.__module__}".lower()]
+"""
+WITHOUT_METADATA = """
+importlib.metadata.entry_points = lambda **_: importlib.metadata.EntryPoints(())
+"""
+SHOW = """
+import fxzero, fxzero.passes, fxzero.kernels, fxzero.conf
+from fxzero.cost import load_cluster
+load_cluster("laptop")
+for module in (fxzero, fxzero.passes, fxzero.kernels, fxzero.conf):
+    print(module.__file__)
+"""
+COMPILE = """
+import torch
+model = torch.compile(torch.nn.Linear(2, 2), backend="fxzero",
+                      options={"lower_regions": {"backend": "eager"}})
+model(torch.ones(1, 2)).sum().backward()
+"""
+
+
+def files(code: str, folder: Path, *search: Path) -> list[Path]:
+    """Where modules come from, for a Python that runs in a folder."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, search))}
+    shown = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EDITABLE + code],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert shown.returncode == 0, shown.stderr
+    return [Path(line) for line in shown.stdout.splitlines()]
+
+
+def test_an_installed_wheel_is_complete(installed: Path, tmp_path: Path) -> None:
+    """Away from every checkout."""
+    found = files(SHOW, tmp_path, installed)
+    assert found == [
+        installed / "fxzero" / name / "__init__.py" for name in ("", "passes", "kernels", "conf")
+    ]
+
+
+def test_a_checkout_beside_an_installed_wheel_is_its_own(tree: Path, installed: Path) -> None:
+    """Its `fxzero/` comes first, and takes its passes from beside it, not from the wheel."""
+    assert files(SHOW, tree, installed) == [tree / name / "__init__.py" for name in FOLDERS]
+
+
+def test_a_checkout_that_was_never_installed_compiles(tree: Path) -> None:
+    """Also by the backend's name, which no metadata announces there."""
+    found = files(WITHOUT_METADATA + SHOW + COMPILE, tree)
+    assert found == [tree / name / "__init__.py" for name in FOLDERS]
+
+
+def test_another_checkouts_editable_install_is_not_mixed_in(tree: Path) -> None:
+    """The finder of this environment's own install, if it is one, maps to another folder."""
+    code = SHOW.replace("import fxzero,", "import sys; sys.path.insert(0, '.'); import fxzero,", 1)
+    shown = subprocess.run(
+        [sys.executable, "-c", code], cwd=tree, capture_output=True, text=True, check=True
+    )
+    lines = [Path(line).resolve() for line in shown.stdout.splitlines()]
+    assert lines == [tree / name / "__init__.py" for name in FOLDERS]
+
+
+def test_hydra_finds_the_compilers_group_in_a_wheel(installed: Path, tmp_path: Path) -> None:
+    """An application of one's own, with fxzero's settings in it."""
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "mine.yaml").write_text(
+        "defaults: [{fxzero: default}, _self_]\nhydra: {searchpath: [pkg://fxzero.conf]}\nlr: 1\n"
+    )
+    code = f"""
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from fxzero import Config
+with initialize_config_dir({str(tmp_path / "conf")!r}, version_base="1.3"):
+    cfg = compose("mine", overrides=["fxzero.prefetch.distance=2"])
+assert Config.from_options(OmegaConf.to_container(cfg.fxzero)).prefetch.distance == 2
+"""
+    assert files(code, tmp_path, installed) == []
