@@ -19,6 +19,7 @@ from torch import Tensor
 from fxzero._compat import version_of, without_torch_function
 from fxzero.errors import ShardingError
 from fxzero.local_data import sets_data
+from fxzero.whereabouts import in_forward
 
 HOW_TO_WRITE = (
     "The write would be lost: in a forward a parameter is a gathered copy. Change the parameter "
@@ -69,6 +70,12 @@ def _refuse_writes(
 
 def _refuse(func: Callable[..., Any], copy: FullParameter) -> None:
     name = vars(copy).get("_fxzero_name", "a parameter")
+    if not in_forward():
+        raise ShardingError(
+            f"{getattr(func, '__name__', func)} changes a part of {name} that was read with "
+            "gradients on, which is a gathered copy: the write would be lost. Read the part under "
+            f"torch.no_grad(), or from {name}.data: there a write reaches the shard."
+        )
     raise ShardingError(
         f"{getattr(func, '__name__', func)} changes {name} inside of a forward. "
         + HOW_TO_WRITE.format(name=name)

@@ -12,7 +12,6 @@ Python cannot turn one tensor object into a DTensor, whose layout in memory is a
 
 from __future__ import annotations
 
-import copyreg
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
@@ -31,34 +30,16 @@ from fxzero._compat import (
     without_torch_function,
 )
 from fxzero.errors import ShardingError
-from fxzero.local_data import (
-    ShardedValue,
-    assign,
-    attribute_of,
-    gets_data,
-    meets_plain,
-    sets_data,
-)
+from fxzero.local_data import assign, attribute_of, describes, gets_data, sets_data
 from fxzero.outside import meets_dtensors, on_shards
+from fxzero.sharded_value import ShardedValue, meets_plain, settled
 from fxzero.whereabouts import in_compiler, in_forward
+from fxzero.whole_value import replaced
 
 KEY = "_fxzero_key"
 """Attribute of a parameter that `shard` has laid out: its key."""
 _NOW = "_fxzero_now"
 """Attribute of a replaced parameter: the module that owns what has replaced it, and the name."""
-
-_ATTRIBUTES_THAT_COMPUTE = frozenset({"T", "mT", "H", "mH", "real", "imag"})
-_OF_THE_SHARD = frozenset(
-    (
-        "to_local full_tensor redistribute requires_grad_ retain_grad register_hook backward "
-        "register_post_accumulate_grad_hook size dim stride numel nelement ndimension wait "
-        "element_size is_floating_point is_complex is_signed is_contiguous get_device __len__ "
-        "__repr__ __format__ __deepcopy__ __reduce_ex__ __hash__ is_same_size storage_offset "
-        "untyped_storage data_ptr share_memory_ is_shared is_set_to type is_pinned is_inference "
-        "is_conj is_neg has_names"
-    ).split()
-)
-"""Functions that mean the parameter as it is kept, wherever they are called."""
 
 
 class ShardedParameter(DTensor):
@@ -101,10 +82,8 @@ class ShardedParameter(DTensor):
         shard.__class__ = ShardedParameter
         return shard
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a plain DTensor, with its place: see `fxzero.shard_state`."""
-        with without_torch_function():
-            return copyreg.dispatch_table[DTensor](self.detach())
+    __deepcopy__ = ShardedValue.__deepcopy__
+    __reduce_ex__ = ShardedValue.__reduce_ex__
 
 
 class ReplacedParameter(nn.Parameter):
@@ -136,14 +115,6 @@ def _on_full_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     return func(*args, **kwargs)
 
 
-def describes(func: Callable[..., Any]) -> bool:
-    """Whether a torch function asks about the parameter as it is kept: its shape, its gradient."""
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
-        return attribute_of(func) not in _ATTRIBUTES_THAT_COMPUTE
-    return name in _OF_THE_SHARD
-
-
 def _kept(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a function that means the parameter as it is kept.
 
@@ -154,7 +125,11 @@ def _kept(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             assign(args[0], args[1])
             return None
         result = func(*args, **kwargs)
-    if in_compiler() or not isinstance(result, DTensor):
+    if in_compiler():
+        return result
+    if func is torch.autograd.grad:
+        return settled(result)
+    if not isinstance(result, DTensor):
         return result
     if gets_data(func) and KEY in vars(args[0]):
         result.__class__ = ShardedParameter
@@ -173,17 +148,6 @@ def _laid_out(value: Any) -> Iterator[bool]:
             yield from _laid_out(item)
     elif isinstance(value, dict):
         yield from _laid_out(list(value.values()))
-
-
-def replaced(value: Any, kind: type[Tensor], by: Callable[[Any], Any]) -> Any:
-    """Replace tensors of one class in nested lists, tuples and dicts."""
-    if isinstance(value, kind):
-        return by(value)
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)([replaced(item, kind, by) for item in value])
-    if isinstance(value, dict) and type(value) is dict:
-        return {key: replaced(item, kind, by) for key, item in value.items()}
-    return value
 
 
 def in_full(parameter: ShardedParameter) -> Tensor:

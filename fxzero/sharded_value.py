@@ -1,0 +1,278 @@
+"""A value that ranks hold in parts: of all ranks when somebody reads it.
+
+float(w.norm())       pending on other ranks: DTensor gives this rank's own part, without a word
+w.exp() * x           what meets a plain tensor is gathered
+w.data[3].zero_()     a write to a part of it: see `fxzero.whole_value`
+"""
+
+from __future__ import annotations
+
+import copyreg
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fxzero._compat import local_tensor, unscale_function, without_torch_function
+from fxzero.local_data import assign, describes, sets_data
+from fxzero.whereabouts import in_compiler
+from fxzero.whole_value import (
+    draw,
+    gathered,
+    has_views,
+    is_random,
+    is_sharded,
+    is_view,
+    name_of,
+    note_views,
+    refresh_all,
+    refuse_other_shapes,
+    replaced,
+    tensors_in,
+    wants_whole,
+    write,
+    write_through,
+    written,
+)
+
+log = logging.getLogger("fxzero")
+
+
+class ShardedValue(DTensor):
+    """A gradient, or what was computed from parameters or gradients: of all ranks when read.
+
+    GradScaler asks the layout of the first gradient of its list whether an infinity is to be
+    looked for on all ranks, so one that every rank has goes last.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run a torch function, and add up over the ranks what it leaves pending."""
+        with without_torch_function():
+            if in_compiler():
+                return func(*args, **(kwargs or {}))
+            if func is unscale_function():
+                return func(sorted(args[0], key=_is_replicated), *args[1:])
+            if sets_data(func):
+                assign(args[0], args[1])
+                return None
+            return on_values(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy this rank's part."""
+        with without_torch_function():
+            copied = self.detach().clone().requires_grad_(self.requires_grad)
+        copied.__class__ = ShardedValue
+        memo[id(self)] = copied
+        return copied
+
+    def __format__(self, spec: str) -> str:
+        """Write a number as a number: ``f"{w.norm():.3f}"``."""
+        return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as a plain DTensor, with its place: see `fxzero.shard_state`."""
+        with without_torch_function():
+            return copyreg.dispatch_table[DTensor](self.detach())
+
+
+_LEAVE_TORCH = frozenset({"numpy", "tolist", "__array__"})
+"""Methods that turn a tensor into something that cannot be sharded."""
+
+_ROW_BY_ROW = frozenset(
+    (
+        "add sub rsub mul div true_divide neg abs sign square sqrt rsqrt reciprocal pow exp log "
+        "sigmoid tanh clamp clip clamp_min clamp_max lerp addcmul addcdiv where copysign "
+        "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ "
+        "__neg__ __abs__ __pow__ __rpow__ "
+        "detach clone zeros_like ones_like empty_like full_like to type float double half bfloat16 "
+        "cpu cuda sum"
+    ).split()
+)
+"""Functions for which a rank without rows has nothing to do: others would raise there, alone."""
+
+
+def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a torch function on sharded values; on whole ones where DTensor cannot, a collective.
+
+    What DTensor can do depends on layouts, which are equal on all ranks. Torch functions of
+    subclasses are not asked: the caller has switched them off.
+    """
+    refresh_all((args, kwargs))
+    targets = written(func, args, kwargs)
+    if targets:
+        return _on_targets(targets, func, args, kwargs)
+    if describes(func):
+        return settled(func(*args, **kwargs))
+    if is_random(func):
+        return settled(draw(func, args, kwargs))
+    if name_of(func) in _LEAVE_TORCH:
+        return func(gathered(args[0]), *args[1:], **kwargs)
+    if is_view(func):
+        return _looked_at(func, args, kwargs)
+    args, kwargs = _settled_arguments((args, kwargs))
+    name = name_of(func)
+    if name in ("_foreach_norm", "_foreach_max"):
+        args = replaced(args, DTensor, _with_rows)
+    row_by_row = (
+        name in _ROW_BY_ROW or name.startswith("_foreach_") or not _lacks_rows(args, kwargs)
+    )
+    if row_by_row and not wants_whole(func) and not meets_plain(args, kwargs):
+        try:
+            return settled(func(*args, **kwargs))
+        except RuntimeError as error:
+            if not _are_sharded(args, kwargs):
+                raise
+            log.debug("gathering what %s takes: %s", func, error)
+    args, kwargs = replaced((args, kwargs), DTensor, gathered)
+    return func(*args, **kwargs)
+
+
+def _with_rows(value: DTensor) -> Tensor:
+    """A value of which every rank has something."""
+    return _on_every_rank(gathered(value), value) if _lacks_rows((value,), {}) else value
+
+
+def _on_targets(
+    targets: Sequence[DTensor],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run a function that changes sharded values, which stay what they are."""
+    refuse_other_shapes(func)
+    if has_views(targets):
+        return write_through(func, args, kwargs)
+    on_whole = is_random(func) or wants_whole(func) or name_of(func) == "__setitem__"
+    if on_whole or "out" in kwargs or meets_plain(args, kwargs):
+        return write(targets, func, args, kwargs)
+    args, kwargs = _settled_arguments((args, kwargs))
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        if "leaf Variable" in str(error) or _may_fail_alone(error, args, kwargs):
+            raise
+        log.debug("gathering what %s changes: %s", func, error)
+    return write(targets, func, args, kwargs)
+
+
+def _may_fail_alone(error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether only the ranks without rows may have seen an error: it is not about layouts."""
+    about_layouts = isinstance(error, NotImplementedError) or any(
+        words in str(error) for words in _ABOUT_LAYOUTS
+    )
+    return _lacks_rows(args, kwargs) and not about_layouts
+
+
+_ABOUT_LAYOUTS = (
+    "requires redistribution",
+    "require placement changes",
+    "sharding strategy",
+    "not supported with DTensor",
+)
+"""Words in DTensor's errors that all ranks get."""
+
+
+def _looked_at(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function that returns views, or copies that stand for them."""
+    try:
+        result = func(*args, **kwargs)
+    except RuntimeError as error:
+        if not _are_sharded(args, kwargs):
+            raise
+        log.debug("gathering what %s looks at: %s", func, error)
+        whole = func(*replaced(args, DTensor, gathered), **replaced(kwargs, DTensor, gathered))
+        like = next(t for t in tensors_in((args, kwargs)) if isinstance(t, DTensor))
+        result = replaced(whole, Tensor, lambda value: _on_every_rank(value, like))
+    result = settled(list(result) if not isinstance(result, (Tensor, tuple)) else result)
+    note_views(result, func, args, kwargs)
+    return iter(result) if name_of(func) == "__iter__" else result
+
+
+def _on_every_rank(value: Tensor, like: DTensor) -> Tensor:
+    """A whole value as a DTensor of the same mesh."""
+    mesh = like.device_mesh
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def meets_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a plain tensor with dims is among the arguments."""
+    return any(
+        not isinstance(value, DTensor) and value.dim() > 0 for value in tensors_in((args, kwargs))
+    )
+
+
+def _are_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(t, DTensor) for t in tensors_in((args, kwargs)))
+
+
+def _lacks_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether some rank has nothing of a sharded value. All ranks answer alike."""
+    return any(
+        -(-value.shape[p.dim] // size) * (size - 1) >= value.shape[p.dim]
+        for value in tensors_in((args, kwargs))
+        if isinstance(value, DTensor)
+        for p, size in zip(value.placements, value.device_mesh.shape, strict=True)
+        if isinstance(p, Shard) and size > 1
+    )
+
+
+def _is_replicated(gradient: Tensor) -> bool:
+    return isinstance(gradient, DTensor) and not is_sharded(gradient)
+
+
+def is_pending(value: Any) -> bool:
+    """Whether ranks have yet to add up what they hold."""
+    return isinstance(value, DTensor) and any(p.is_partial() for p in value.placements)
+
+
+def _settled_arguments(value: Any) -> Any:
+    """Add up what plain DTensors leave pending, wherever they come from."""
+    if not any(is_pending(t) for t in tensors_in(value)):
+        return value
+    return replaced(value, DTensor, lambda t: settled(t) if is_pending(t) else t)
+
+
+def settled(result: Any) -> Any:
+    """A result whose value is that of all ranks: what is pending is added up. A collective."""
+    if isinstance(result, (list, tuple)):
+        items = _settled_together(result)
+        return items if type(result) is list else type(result)(items)
+    if not isinstance(result, DTensor):
+        return result
+    if is_pending(result):
+        result = result.redistribute(
+            placements=[Replicate() if p.is_partial() else p for p in result.placements]
+        )
+    if type(result) is DTensor:
+        result.__class__ = ShardedValue
+    return result
+
+
+def _settled_together(items: Sequence[Any]) -> list[Any]:
+    """What is pending in a list, such as all gradients' norms, in as few collectives as can be."""
+    found = list(items)
+    alike: dict[Any, list[int]] = {}
+    for index, item in enumerate(found):
+        if is_pending(item) and item.dim() == 0:
+            kind = (item.device_mesh, tuple(item.placements), item.dtype)
+            alike.setdefault(kind, []).append(index)
+    for (mesh, placements, _), indices in alike.items():
+        if len(indices) < 2:
+            continue
+        locals_ = torch.stack([local_tensor(found[i]) for i in indices])
+        together = DTensor.from_local(locals_, mesh, placements, run_check=False)
+        for i, item in zip(indices, settled(together).unbind(), strict=True):
+            found[i] = item
+    return [settled(item) for item in found]
