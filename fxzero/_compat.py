@@ -560,14 +560,27 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]
     init_group(group, *lists)
 
 
+_before_steps: list[Callable[..., None]] = []
+
+
+def call_before_steps(hook: Callable[..., None]) -> None:
+    """Let every optimizer call a function before its steps: once, however often it is asked."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    if hook not in _before_steps:
+        _before_steps.append(hook)
+        register_optimizer_step_pre_hook(hook)
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody wants to be called before or after ``optimizer.step()``."""
+    """Whether some user wants to be called before or after ``optimizer.step()``."""
     from torch.optim import optimizer as module
 
+    before = vars(module)["_global_optimizer_pre_hooks"].values()
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or vars(module)["_global_optimizer_pre_hooks"]
+        or any(hook not in _before_steps for hook in before)
         or vars(module)["_global_optimizer_post_hooks"]
     )
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fxzero import _compat
+from fxzero.before_step import watch_optimizers
 from fxzero.buffers import sync_buffers
 from fxzero.config import Config
 from fxzero.errors import ConfigError, FxZeroError, FxZeroWarning
@@ -33,7 +33,15 @@ from fxzero.graph.cut import Sides, cut
 from fxzero.graph.writes import refuse_writes
 from fxzero.groups import Group, init_distributed
 from fxzero.mark_inputs import use_markers
-from fxzero.params import ModelState, ParamSpec, is_known, register, spec_of
+from fxzero.params import (
+    ModelState,
+    ParamSpec,
+    is_known,
+    plain_spec_of,
+    register,
+    remember_plain,
+    spec_of,
+)
 from fxzero.passes.base import Context, Fact, Pass
 from fxzero.passes.lower_regions import RegionBackend
 from fxzero.passes.pipeline import PassRecord, run_passes
@@ -310,7 +318,6 @@ def _is_tensor_node(value: Any) -> bool:
     return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
 
 
-_plain_specs = WeakIdKeyDictionary()
 _plain_models = itertools.count()
 """Models that nobody sharded are met in the same order on all ranks."""
 _PATH = re.compile(r"_(?:modules|parameters)\['([^']+)'\]")
@@ -340,8 +347,10 @@ def _plain_parameters(
     if group.size == 1:
         return {}
     watch.start()
+    watch_optimizers()
     _replicate({name: parameter for parameter, name in found.values()}, group)
-    return {i: _plain_specs[parameter] for i, (parameter, _) in found.items()}
+    specs = {i: plain_spec_of(parameter) for i, (parameter, _) in found.items()}
+    return {i: spec for i, spec in specs.items() if spec is not None}
 
 
 def _replicate(in_graph: dict[str, nn.Parameter], group: Group) -> None:
@@ -357,7 +366,7 @@ def _replicate(in_graph: dict[str, nn.Parameter], group: Group) -> None:
     new = {
         names[identity]: parameter
         for identity, parameter in parameters.items()
-        if parameter not in _plain_specs
+        if plain_spec_of(parameter) is None
         and not is_known(parameter)
         and not isinstance(parameter, DTensor)
     }
@@ -368,7 +377,7 @@ def _replicate(in_graph: dict[str, nn.Parameter], group: Group) -> None:
     number = next(_plain_models)
     for name, parameter in new.items():
         spec = ParamSpec.whole(parameter, name, f"plain{number}/{name}", state, (group,))
-        _plain_specs[parameter] = register(spec)
+        remember_plain(parameter, register(spec))
         reduce_what_arrives(parameter, spec)
 
 

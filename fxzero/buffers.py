@@ -7,9 +7,8 @@ and evaluation, or a checkpoint, after the last step reads them too.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -97,19 +96,16 @@ def sync_buffers(state: ModelState) -> None:
         state.buffers()
 
 
-def sync_after_forward(base: type[nn.Module], state: ModelState) -> dict[str, Any]:
-    """Members of a class whose eager forward ends in `sync_buffers`.
+def forward_then_sync(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], state: ModelState
+) -> Any:
+    """An eager forward that ends in `sync_buffers`.
 
     Compiled graphs do so when they have run: see `fxzero.backend`.
     """
-
-    @functools.wraps(base.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        output = base.forward(self, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            if isinstance(state.buffers, BufferSync):
-                state.buffers.find()
-            sync_buffers(state)
-        return output
-
-    return {"forward": forward}
+    output = forward(*args, **kwargs)
+    if not torch.compiler.is_compiling():
+        if isinstance(state.buffers, BufferSync):
+            state.buffers.find()
+        sync_buffers(state)
+    return output

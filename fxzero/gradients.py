@@ -48,6 +48,8 @@ def reduce_what_arrives(parameter: nn.Parameter, spec: ParamSpec) -> None:
 
 def _when_trainable(parameter: nn.Parameter, hook: Callable[[Tensor], Tensor | None]) -> None:
     """Register a hook, also on a parameter that is frozen now and may be trained later."""
+    if not (parameter.is_floating_point() or parameter.is_complex()):
+        return  # it never has a gradient
     before = parameter.requires_grad
     parameter.requires_grad_(True)
     parameter.register_hook(hook)

@@ -25,6 +25,7 @@ from fxzero._compat import (
     break_graph,
     gradient_hooks,
     never_compile_alone,
+    storage_identity,
     take_foreach_of,
     use_count,
     without_torch_function,
@@ -225,6 +226,43 @@ def refuse_alive(parameters: Mapping[str, nn.Parameter]) -> None:
                 f"{name}.t() that the model has stored, or a loss from before fxzero.shard. "
                 "Compute it in the forward, or drop it before shard."
             )
+
+
+def refuse_shared_memory(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Two parameters with the same memory (``a.data = b.data``) would be two after sharding.
+
+    Raises:
+        ShardingError: there are such.
+    """
+    by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in parameters.items():
+        if parameter.numel() and not parameter.is_meta:
+            kept = by_storage.setdefault(storage_identity(parameter), [])
+            for other_name, other in kept:
+                if _overlap(parameter, other):
+                    raise ShardingError(
+                        f"{other_name} and {name} are two parameters in the same memory: what is "
+                        "written to one is written to both, which shards cannot do. Tie them as "
+                        "one parameter (a.weight = b.weight), or give each memory of its own."
+                    )
+            kept.append((name, parameter))
+
+
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common."""
+    (start, end), (other_start, other_end) = _extent(first), _extent(second)
+    if end <= other_start or other_end <= start:
+        return False
+    taken = torch.zeros(max(end, other_end), dtype=torch.bool)
+    taken.as_strided(first.shape, first.stride(), start).fill_(True)
+    return bool(taken.as_strided(second.shape, second.stride(), other_start).any())
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor's elements begin and end in its storage."""
+    start = tensor.storage_offset()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return start, start + 1 + sum((size - 1) * stride for size, stride in steps)
 
 
 def as_now(optimizer: Optimizer) -> None:

@@ -11,7 +11,7 @@ hooks stay as they were.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxzero._compat import never_compile_alone
-from fxzero.buffers import sync_after_forward
+from fxzero.buffers import forward_then_sync
 from fxzero.errors import ShardingError
 from fxzero.full_parameter import full_parameter
 from fxzero.identity import KEY
@@ -60,37 +60,57 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
     In a class of its own rather than a hook: Dynamo compiles a hook of the outermost
     module as a graph of its own.
     """
-    base = type(model)
 
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value.to(dtype)
         return value
 
-    @functools.wraps(base.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def around(forward: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = torch.utils._pytree.tree_map(cast, (args, kwargs))
-        return base.forward(self, *args, **kwargs)
+        return forward(*args, **kwargs)
 
-    model.__class__ = _subclass(base, {"forward": forward})
+    model.__class__ = _subclass(type(model), _around_forward(model, around))
 
 
 def compute_in_fp32(module: nn.Module, result: torch.dtype) -> None:
     """Let one module of a low-precision model compute in fp32; `result` is what it returns."""
-    base = type(module)
 
     def cast(value: Any, dtype: torch.dtype) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value.to(dtype)
         return value
 
-    @functools.wraps(base.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def around(forward: Any, args: Any, kwargs: Any) -> Any:
         tree_map = torch.utils._pytree.tree_map
         args, kwargs = tree_map(lambda v: cast(v, torch.float32), (args, kwargs))
-        return tree_map(lambda v: cast(v, result), base.forward(self, *args, **kwargs))
+        return tree_map(lambda v: cast(v, result), forward(*args, **kwargs))
 
-    module.__class__ = _subclass(base, {"forward": forward})
+    module.__class__ = _subclass(type(module), _around_forward(module, around))
+
+
+def _around_forward(module: nn.Module, around: Callable[[Any, Any, Any], Any]) -> dict[str, Any]:
+    """Members of a class for a module, in which `around` calls the forward.
+
+    Args:
+        around: is given the forward, its arguments and its keyword arguments.
+    """
+    own = vars(module).get("forward")
+    if own is not None:  # set on the module itself, where it goes before that of any class
+
+        @functools.wraps(own)
+        def forward_of_module(*args: Any, **kwargs: Any) -> Any:
+            return around(own, args, kwargs)
+
+        vars(module)["forward"] = forward_of_module
+        return {}
+    base = type(module)
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return around(functools.partial(base.forward, self), args, kwargs)
+
+    return {"forward": forward}
 
 
 def _unshard(parameter: nn.Parameter, key: str, sync: str) -> Tensor:
@@ -167,7 +187,9 @@ def read_by_name(model: nn.Module, state: ModelState) -> None:
         "__reduce_ex__": _refuse_copy,
     }
     if state.buffers is not None:
-        members |= sync_after_forward(base, state)
+        members |= _around_forward(
+            model, lambda forward, args, kwargs: forward_then_sync(forward, args, kwargs, state)
+        )
     model.__class__ = _subclass(base, members)
 
 

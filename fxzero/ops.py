@@ -123,7 +123,16 @@ def _kept(spec: ParamSpec) -> KeptGradient | None:
     if parameter.grad is None:
         return None
     written = kept.version is not None and parameter.grad._version != kept.version
-    return None if written and not local_of(parameter.grad).any() else kept
+    if not written or local_of(parameter.grad).any():
+        return kept
+    warnings.warn(
+        "micro-batches kept by fxzero.no_sync are dropped: .grad was written in place and holds "
+        "zeros, as after zero_grad(set_to_none=False). Was it scaled or clipped? It held zeros "
+        "already: what is kept shows in .grad after the synchronised backward. Do it then.",
+        FxZeroWarning,
+        stacklevel=3,
+    )
+    return None
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from fxzero import _compat
 from fxzero.errors import CaptureError, FxZeroWarning
+from fxzero.ops import local_of
 from fxzero.proven_kernels import is_proven
 
 log = logging.getLogger("fxzero")
@@ -65,6 +66,8 @@ def kernel_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Kernel | None:
     parameters = group["params"]
     if any(p.is_complex() or not p.is_floating_point() for p in parameters):
         return None
+    if not all(map(_is_dense, parameters)):
+        return None  # they walk through memory, gaps included
     on_cpu = all(p.device.type == "cpu" for p in parameters)
     kind = type(optimizer)
     if kind is SGD:
@@ -81,6 +84,13 @@ def kernel_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Kernel | None:
     if kind is Adagrad and on_cpu:
         return Kernel("adagrad", ("sum", "step"))
     return None
+
+
+def _is_dense(parameter: torch.Tensor) -> bool:
+    """Whether a parameter's elements lie in memory without gaps, in whatever order."""
+    local = local_of(parameter)
+    steps = zip(local.shape, local.stride(), strict=True)
+    return local.numel() in (0, 1 + sum((size - 1) * stride for size, stride in steps))
 
 
 def proven_kernel_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Kernel | None:

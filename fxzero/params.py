@@ -188,16 +188,34 @@ def layer_of(module_path: str) -> str:
 
 
 _known = WeakIdKeyDictionary()
+_plain = WeakIdKeyDictionary()
 
 
-def remember(parameter: torch.nn.Parameter) -> None:
-    """Note that `shard` has seen a parameter, be it to shard it or to ignore it."""
-    _known[parameter] = True
+def remember(parameter: torch.nn.Parameter, spec: ParamSpec | None = None) -> None:
+    """Note that `shard` has seen a parameter, be it to shard it or to ignore it (no spec)."""
+    _known[parameter] = spec
 
 
-def is_known(parameter: torch.nn.Parameter) -> bool:
+def remember_plain(parameter: torch.nn.Parameter, spec: ParamSpec) -> None:
+    """Note a parameter of a model that nobody sharded: stage 0."""
+    _plain[parameter] = spec
+
+
+def is_known(parameter: torch.Tensor) -> bool:
     """Whether `shard` has seen a parameter. One that it has not is stage 0."""
     return parameter in _known
+
+
+def spec_of_parameter(parameter: torch.Tensor) -> ParamSpec | None:
+    """How a parameter is laid out; None of one that nobody has seen, or that is ignored."""
+    found: ParamSpec | None = _known.get(parameter) or _plain.get(parameter)
+    return found
+
+
+def plain_spec_of(parameter: torch.Tensor) -> ParamSpec | None:
+    """The spec of a parameter of a model that nobody sharded, once a graph has met it."""
+    found: ParamSpec | None = _plain.get(parameter)
+    return found
 
 
 _specs: weakref.WeakValueDictionary[str, ParamSpec] = weakref.WeakValueDictionary()

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fxzero import materialize
 from fxzero._compat import let_anomaly_mode_read_dtensors, return_free_memory
+from fxzero.before_step import watch_optimizers
 from fxzero.buffers import BufferSync
 from fxzero.errors import FxZeroWarning, ShardingError
 from fxzero.gradients import reduce_what_arrives
@@ -29,6 +30,7 @@ from fxzero.identity import (
     hand_over,
     optimizers_of,
     refuse_alive,
+    refuse_shared_memory,
     refuse_used_optimizers,
     stand_in,
 )
@@ -195,6 +197,10 @@ def param_specs(model: nn.Module) -> dict[str, ParamSpec]:
 
 def replace_specs(module: nn.Module, specs: dict[str, ParamSpec]) -> None:
     """Lay a sharded module's parameters out anew; keys stay, so its markers find the new ones."""
+    for spec in specs.values():
+        parameter = spec.parameter() if spec.parameter is not None else None
+        if parameter is not None:
+            remember(parameter, spec)
     setattr(module, _SPECS, {name: register(spec) for name, spec in specs.items()})
 
 
@@ -210,6 +216,7 @@ def _compare_ranks(
     for axis in range(mesh.ndim):
         make_channel(mesh.get_group(axis).group_name)
     watch.start()
+    watch_optimizers()
     settings = {
         "zero": str(zero),
         "param_dtype": str(param_dtype),
@@ -257,11 +264,22 @@ def _check(
                 f"parameter {name} is a DTensor ({parameter.placements}) already. Shard with one "
                 "tool: drop the other one, or name the parameter in ignored=."
             )
+        if zero > 0 and type(parameter) is not nn.Parameter:
+            raise ShardingError(
+                f"parameter {name} is a {type(parameter).__name__}, and its shard would be an "
+                "ordinary parameter: isinstance and its own methods would be lost. Make it an "
+                "nn.Parameter (attributes stay), shard with zero=0, or name it in ignored=. A "
+                "lazy module wants one forward before shard."
+            )
         if not parameter.is_leaf:
             raise ShardingError(
                 f"parameter {name} is not a leaf: it was computed by {parameter.grad_fn}, so an "
                 "optimizer cannot update it. Make it an nn.Parameter of its own."
             )
+    if zero > 0:
+        refuse_shared_memory(
+            {n: p for n, p in model.named_parameters() if id(p) not in ignored_ids}
+        )
     if not ignored_ids <= known:
         raise ShardingError("ignored= names a tensor that is no parameter of this model")
     materialize.check(model)
@@ -357,7 +375,7 @@ def _shard_modules(
                 parameter = _split(full, spec, mesh, device)
                 spec = register(dataclasses.replace(spec, parameter=weakref.ref(parameter)))
                 specs[spec.name] = spec
-                remember(parameter)
+                remember(parameter, spec)
                 done[id(original)] = (parameter, spec)
             parameter, spec = done[id(original)]
             module._parameters[name] = parameter
@@ -390,7 +408,9 @@ def _split(
         if full.device == device:
             full.detach().copy_(values)
             return full
-        return nn.Parameter(values, requires_grad=full.requires_grad)
+        moved = nn.Parameter(values, requires_grad=full.requires_grad)
+        vars(moved).update(vars(full))
+        return moved
     placements: list[Placement] = [Replicate()] * mesh.ndim
     if spec.shape:
         placements[-1] = Shard(0)
@@ -408,6 +428,7 @@ def _split(
     )
     parameter = nn.Parameter(distributed, requires_grad=full.requires_grad)
     parameter.__class__ = ShardedParameter  # type: ignore[assignment]
+    vars(parameter).update(vars(full))  # what people note on parameters: _no_weight_decay, say
     return parameter
 
 

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from fxzero import _compat, backend
+from fxzero.before_step import before_step, refuse_strangers
 from fxzero.buffers import sync_buffers
 from fxzero.config import Config
 from fxzero.errors import BatchError, CaptureError, ConfigError, FxZeroError, FxZeroWarning
@@ -148,6 +149,7 @@ class TrainStep:
         lowered = {precision.param_dtype} - {None}
         if torch.float16 not in (lowered or {s.compute_dtype for s in param_specs(model).values()}):
             precision.refuse_loss_scale()
+        refuse_strangers(optimizer)
         set_precision(model, precision)
         specs = param_specs(model)
         scaled = any(s.compute_dtype is torch.float16 for s in specs.values())
@@ -193,6 +195,8 @@ class TrainStep:
         """
         self._check(batch, kwargs)
         self._follow_changes()
+        if self._layout.kernels and self._loop is None:  # optimizers that step are looked at then
+            before_step(self.optimizer)
         assert self._loss is not None
         rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
         result = self._train_as_one_graph(batch, kwargs) if self._loop is None else None

@@ -194,3 +194,65 @@ def optimize_an_old_list(zero: int) -> None:
         theirs.step()
         theirs.zero_grad()
     assert_same(full_parameters(model), full_parameters(reference), TIGHT)
+
+
+class Tagged(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+@on_two_ranks
+@all_stages
+def test_what_people_note_on_parameters(ranks: Pools, world: int, zero: int) -> None:
+    """Attributes stay; what a shard cannot be is refused, and the model stays as it was."""
+    ranks(world).run(note_on_parameters, zero)
+
+
+def note_on_parameters(zero: int) -> None:
+    """Job."""
+    model = small()
+    model[0].weight._no_weight_decay = True
+    fxzero.shard(model, zero=zero)
+    assert [hasattr(p, "_no_weight_decay") for p in model.parameters()] == [True] + [False] * 3
+    counter = small()
+    counter.register_parameter("count", nn.Parameter(torch.zeros(3).long(), requires_grad=False))
+    counter.register_parameter("on", nn.Parameter(torch.ones(3).bool(), requires_grad=False))
+    fxzero.shard(counter, zero=zero)(rows()[1]).sum().backward()
+    if zero == 0:
+        return
+    tagged, shared, halves = small(), small(), small()
+    tagged[0].weight = Tagged(tagged[0].weight)
+    shared[2].bias.data = shared[0].weight.data.view(-1)[:3]
+    both = torch.randn(6, 8, dtype=FLOAT64)
+    halves[0].weight, halves[0].other = nn.Parameter(both[:, :4]), nn.Parameter(both[:, 4:])
+    for refused, words in ((tagged, r"0\.weight is a Tagged"), (shared, "in the same memory")):
+        before = [id(p) for p in refused.parameters()]
+        with pytest.raises(fxzero.ShardingError, match=words):
+            fxzero.shard(refused, zero=zero)
+        assert [id(p) for p in refused.parameters()] == before
+    fxzero.shard(halves, zero=zero)  # neighbours in memory, and no more
+
+
+@on_two_ranks
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_a_forward_that_was_set_on_the_module(ranks: Pools, world: int, compile_it: bool) -> None:
+    """Buffers are rank 0's after it, and inputs are cast before it."""
+    ranks(world).run(set_forward, compile_it)
+
+
+def set_forward(compile_it: bool) -> None:
+    """Job."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    plain = model.forward
+    model.forward = lambda x: plain(x) * 2  # type: ignore[method-assign]
+    fxzero.shard(model, zero=0, param_dtype=torch.bfloat16)
+    forward: Any = torch.compile(model, backend="fxzero", options=OPTIONS) if compile_it else model
+    forward(torch.randn(3, 4) + dist.get_rank()).sum().backward()
+    mean = model[1].running_mean
+    both = [torch.empty_like(mean) for _ in range(world_size())]
+    dist.all_gather(both, mean)
+    assert torch.equal(both[0], both[1])
+
+
+def world_size() -> int:
+    """How many ranks there are."""
+    return dist.get_world_size()
