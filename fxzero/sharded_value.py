@@ -28,6 +28,7 @@ from fxzero.whole_value import (
     is_view,
     name_of,
     note_views,
+    of_rank_0,
     refresh_all,
     refuse_other_shapes,
     replaced,
@@ -128,15 +129,32 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     row_by_row = (
         name in _ROW_BY_ROW or name.startswith("_foreach_") or not _lacks_rows(args, kwargs)
     )
-    if row_by_row and not wants_whole(func) and not meets_plain(args, kwargs):
+    on_whole = wants_whole(func) or meets_plain(args, kwargs)
+    if row_by_row and not on_whole:
         try:
-            return settled(func(*args, **kwargs))
+            return settled(_call(func, args, kwargs))
         except RuntimeError as error:
             if not _are_sharded(args, kwargs):
                 raise
             log.debug("gathering what %s takes: %s", func, error)
     args, kwargs = replaced((args, kwargs), DTensor, gathered)
     return func(*args, **kwargs)
+
+
+_ROUNDED = (torch.bfloat16, torch.float16)
+
+
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function; what ranks add up in 16 bits is rounded once, as in one process."""
+    result = func(*args, **kwargs)
+    if is_pending(result) and result.dtype in _ROUNDED and kwargs.get("dtype") is None:
+        exact = func(*replaced(args, DTensor, _in_32_bits), **kwargs)
+        return settled(exact).to(result.dtype)
+    return result
+
+
+def _in_32_bits(value: DTensor) -> DTensor:
+    return value.float() if value.dtype in _ROUNDED else value
 
 
 def _with_rows(value: DTensor) -> Tensor:
@@ -154,6 +172,8 @@ def _on_targets(
     refuse_other_shapes(func)
     if has_views(targets):
         return write_through(func, args, kwargs)
+    if name_of(func) in _EACH_BY_EACH:
+        args, kwargs = replaced((args, kwargs), Tensor, lambda t: _alike(t, targets[0]))
     on_whole = is_random(func) or wants_whole(func) or name_of(func) == "__setitem__"
     if on_whole or "out" in kwargs or meets_plain(args, kwargs):
         return write(targets, func, args, kwargs)
@@ -165,6 +185,17 @@ def _on_targets(
             raise
         log.debug("gathering what %s changes: %s", func, error)
     return write(targets, func, args, kwargs)
+
+
+_EACH_BY_EACH = frozenset("copy_ add_ sub_ mul_ div_ lerp_ addcmul_ addcdiv_".split())
+"""In-place functions in which an element meets that of the same place, if shapes are equal."""
+
+
+def _alike(value: Tensor, target: DTensor) -> Tensor:
+    """A plain tensor of a target's shape, laid out like it."""
+    if isinstance(value, DTensor) or value.shape != target.shape or value.dim() == 0:
+        return value
+    return of_rank_0(value.detach(), target)
 
 
 def _may_fail_alone(error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fxzero._compat import dtensor_like
-from fxzero.errors import CaptureError, NonFiniteGradientError
+from fxzero.errors import CaptureError, FxZeroError, NonFiniteGradientError
 
 Lists = list[list[Tensor]]
 Group = dict[str, Any]
@@ -168,6 +168,8 @@ class OwnStep:
             parameter.grad = dtensor_like(grad, cast(DTensor, parameter)) if sharded else grad
         try:
             self.optimizer.step()
+        except FxZeroError:
+            raise
         except Exception as error:
             if not any(isinstance(parameter, DTensor) for parameter in self.parameters):
                 raise

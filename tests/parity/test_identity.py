@@ -248,11 +248,6 @@ def set_forward(compile_it: bool) -> None:
     forward: Any = torch.compile(model, backend="fxzero", options=OPTIONS) if compile_it else model
     forward(torch.randn(3, 4) + dist.get_rank()).sum().backward()
     mean = model[1].running_mean
-    both = [torch.empty_like(mean) for _ in range(world_size())]
+    both = [torch.empty_like(mean) for _ in range(dist.get_world_size())]
     dist.all_gather(both, mean)
     assert torch.equal(both[0], both[1])
-
-
-def world_size() -> int:
-    """How many ranks there are."""
-    return dist.get_world_size()

@@ -121,6 +121,8 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "Adadelta": optim.Adadelta,
     "ASGD": optim.ASGD,
     "Adafactor": optim.Adafactor,
+    "Rprop": optim.Rprop,
+    "Muon": lambda p: optim.Muon([w for w in p if w.dim() == 2], lr=0.1),
 }
 
 
