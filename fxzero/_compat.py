@@ -12,6 +12,7 @@ import functools
 import gc
 import inspect
 import logging
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -223,7 +224,22 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
 
     `DTensor.from_local` does the same through autograd, ten times as slowly.
     """
-    return DTensor(local.detach(), like._spec, requires_grad=False)
+    return dtensor_of(local, layout_of(like))
+
+
+def layout_of(tensor: DTensor) -> Any:
+    """A DTensor's global shape, mesh and placements."""
+    return tensor._spec
+
+
+def dtensor_of(local: torch.Tensor, layout: Any) -> DTensor:
+    """A DTensor of a layout, around a local tensor."""
+    return DTensor(local.detach(), layout, requires_grad=False)
+
+
+def makes_parameter(depth: int) -> bool:
+    """Whether a caller, so many frames above, is the constructor of `torch.nn.Parameter`."""
+    return sys._getframe(depth + 1).f_code is torch.nn.Parameter.__new__.__code__
 
 
 def plain_reduce(tensor: DTensor) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ from fxzero import _compat
 from fxzero.before_step import watch_optimizers
 from fxzero.buffers import sync_buffers
 from fxzero.config import Config
-from fxzero.errors import ConfigError, FxZeroError, FxZeroWarning
+from fxzero.errors import CaptureError, ConfigError, FxZeroError, FxZeroWarning
 from fxzero.fold_layers import Folds, fold_layers, unfold
 from fxzero.full_parameter import returned_copy
 from fxzero.gradients import reduce_what_arrives
@@ -51,6 +51,7 @@ from fxzero.replicas import check_equal
 from fxzero.runtime import watch
 from fxzero.runtime.executor import executable
 from fxzero.shard_inputs import take_local_tensors, with_parameters
+from fxzero.sharded_value import ShardedValue, as_dtensors
 from fxzero.whereabouts import outermost_module
 
 log = logging.getLogger("fxzero")
@@ -248,10 +249,15 @@ def fxzero(
         )
         for observe in observers:
             observe(compilation)
+        refuse_backward(module)
         with _compat.collecting_only_new_objects():
             copies = refuse_writes(module, example_inputs)
             use_markers(module, example_inputs)
             inputs, local = take_local_tensors(module, example_inputs)
+            distributed = [i for i, value in enumerate(inputs) if isinstance(value, DTensor)]
+            for i in distributed:
+                if type(inputs[i]) is ShardedValue:
+                    inputs[i].__class__ = DTensor
             if any(isinstance(value, DTensor) for value in example_inputs):
                 _compat.let_anomaly_mode_read_dtensors()
             decompositions = context.decompositions
@@ -267,10 +273,26 @@ def fxzero(
                     decompositions=decompositions,
                 )
             states = {id(s.state): s.state for s in compilation.specs.values()}
-            call = with_copies(with_parameters(compiled, local), copies)
+            call = as_dtensors(with_parameters(compiled, local), distributed)
+            call = with_copies(call, copies)
             return with_buffers(call, list(states.values()))
     except FxZeroError as error:
         raise _compat.passing_through_dynamo(error) from None
+
+
+def refuse_backward(module: fx.GraphModule) -> None:
+    """A backward belongs below the compiled function, where its gradients are scheduled.
+
+    Raises:
+        CaptureError: Dynamo's graph holds one.
+    """
+    reduces = (torch.ops.fxzero.reshard_grad, torch.ops.fxzero.reshard_grad.default)
+    if any(node.target in reduces for node in module.graph.nodes):
+        raise CaptureError(
+            "the compiled function calls backward() itself, so that Dynamo has traced it. Compile "
+            "the model and call loss.backward() outside, or make the whole step one graph with "
+            "fxzero.compile_step."
+        )
 
 
 def with_copies(compiled: Callable[..., Any], copies: Mapping[int, str]) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from fxzero._compat import (
     break_graph,
     gradient_hooks,
+    makes_parameter,
     never_compile_alone,
     storage_identity,
     take_foreach_of,
@@ -70,6 +71,12 @@ class ShardedParameter(DTensor):
                     "(self._parameters, say) meets a plain tensor",
                     "read it as self.weight, or as self.get_parameter('weight')",
                 )
+        if func is torch.Tensor.detach and makes_parameter(1) and not in_compiler():
+            raise ShardingError(
+                f"a new nn.Parameter is made of the shard of {vars(args[0]).get(KEY, '?')}, which "
+                "no rank would reduce (weight norm and the like do so). Do it before "
+                "fxzero.shard; for a copy of the values, use w.full_tensor()."
+            )
         if describes(func) or in_compiler():
             return _kept(func, args, kwargs or {})
         if in_forward():

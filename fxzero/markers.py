@@ -186,6 +186,8 @@ def read_by_name(model: nn.Module, state: ModelState) -> None:
         "__deepcopy__": _refuse_copy,
         "__reduce_ex__": _refuse_copy,
     }
+    if state.zero > 0:
+        members["_ddp_params_and_buffers_to_ignore"] = property(_refuse_ddp)
     if state.buffers is not None:
         members |= _around_forward(
             model, lambda forward, args, kwargs: forward_then_sync(forward, args, kwargs, state)
@@ -204,11 +206,16 @@ def _setattr(base: type[nn.Module]) -> Any:
 
     def set_attribute(self: nn.Module, name: str, value: Any) -> None:
         keys: dict[str, str] = vars(self)[KEYS]
+        if name == "parametrizations":
+            raise ShardingError(
+                f"{type(self).__name__} is parametrized after fxzero.shard (weight_norm and the "
+                "like do so), which would take its sharded parameters away. Do it before shard."
+            )
         if name in keys and isinstance(value, Tensor):
             key = getattr(value, KEY, None)
-            if key is None:
+            if key is None or not isinstance(value, nn.Parameter):
                 raise ShardingError(
-                    f"{type(self).__name__}.{name} is assigned a new parameter after fxzero.shard, "
+                    f"{type(self).__name__}.{name} is assigned a new tensor after fxzero.shard, "
                     "which no rank has sharded (load_state_dict(assign=True) and prune do so, "
                     "too). Assign it before shard, or change the values of "
                     "the one that is there: module.weight.copy_(…) under torch.no_grad()."
@@ -272,6 +279,15 @@ def _refuse_copy(self: nn.Module, *_: Any) -> Any:
     raise ShardingError(
         f"a sharded {type(self).__name__} cannot be copied or pickled. Copy the model before "
         "fxzero.shard, or save its state_dict()."
+    )
+
+
+def _refuse_ddp(self: nn.Module) -> Any:
+    """DistributedDataParallel asks for it first of all: it would broadcast rank 0's rows."""
+    raise ShardingError(
+        f"a sharded {type(self).__name__} was given to DistributedDataParallel, which would take "
+        "each rank's rows for replicas. fxzero.shard reduces the gradients already: drop the "
+        "wrapper; to replicate sharded models, pass shard() a mesh of two axes."
     )
 
 

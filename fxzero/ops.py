@@ -269,3 +269,21 @@ def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 torch.library.register_autograd(
     "fxzero::unshard", _unshard_backward, setup_context=_remember, lib=_library
 )
+
+
+def _remember_key(ctx: Any, inputs: tuple[Tensor, str, str], output: Tensor) -> None:
+    _, ctx.param, ctx.sync = inputs
+
+
+def _reshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    """Second derivatives. Each rank's gradient is a share of the mean, and so is what comes of it.
+
+    f(g) with g = mean g_r has on rank r the gradient f'(g) dg_r: their mean over the ranks, which
+    the parameters get, is that of f.
+    """
+    return torch.ops.fxzero.unshard(grad, ctx.param, ctx.sync), None, None
+
+
+torch.library.register_autograd(
+    "fxzero::reshard_grad", _reshard_backward, setup_context=_remember_key, lib=_library
+)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fxzero._compat import without_torch_function
 from fxzero.sharded_value import on_values
-from fxzero.whole_value import is_random, name_of, replaced, tensors_in, written
+from fxzero.whole_value import gathered, is_random, name_of, replaced, tensors_in, written
 
 _COPIES = frozenset(
     "detach clone zeros_like ones_like empty_like full_like new_zeros new_ones new_empty "
@@ -42,7 +42,7 @@ def on_shards(
     makes = is_random(func) or name_of(func) in _COPIES or written(func, args, kwargs)
     if not makes and _is_recorded(args, kwargs):
         args, kwargs = replaced(
-            (args, kwargs), DTensor, lambda t: in_full(t) if _is_shard(t) else t
+            (args, kwargs), DTensor, lambda t: in_full(t) if _is_shard(t) else gathered(t)
         )
         return func(*args, **kwargs)
     with without_torch_function():
@@ -50,14 +50,10 @@ def on_shards(
 
 
 def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether autograd records a call: what comes of it will meet plain tensors, in a loss.
-
-    With a DTensor beside the parameters it stays among DTensors.
-    """
-    if not torch.is_grad_enabled():
-        return False
-    recorded = any(_is_shard(t) and t.requires_grad for t in tensors_in((args, kwargs)))
-    return recorded and not meets_dtensors(args, kwargs)
+    """Whether autograd records a call: what comes of it will meet plain tensors, in a loss."""
+    return torch.is_grad_enabled() and any(
+        _is_shard(t) and t.requires_grad for t in tensors_in((args, kwargs))
+    )
 
 
 def meets_dtensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

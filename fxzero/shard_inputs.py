@@ -20,7 +20,13 @@ from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from fxzero._compat import dtensor_like, is_plain_to_local, local_fake, local_tensor
+from fxzero._compat import (
+    dtensor_of,
+    is_plain_to_local,
+    layout_of,
+    local_fake,
+    local_tensor,
+)
 
 
 def take_local_tensors(
@@ -86,13 +92,15 @@ class _LocalTensors(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*parameters)
+        ctx.layouts = tuple(layout_of(parameter) for parameter in parameters)
         ctx.set_materialize_grads(False)  # a parameter without gradient has None, not zeros
         return tuple(local_tensor(parameter).detach() for parameter in parameters)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
+        assert ctx.saved_tensors  # which raises if one was written to; hooks may have replaced them
         return tuple(
-            None if grad is None else dtensor_like(grad, parameter)
-            for grad, parameter in zip(grads, ctx.saved_tensors, strict=True)
+            None if grad is None else dtensor_of(grad, layout)
+            for grad, layout in zip(grads, ctx.layouts, strict=True)
         )

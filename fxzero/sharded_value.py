@@ -88,6 +88,30 @@ class ShardedValue(DTensor):
             return copyreg.dispatch_table[DTensor](self.detach())
 
 
+def as_dtensors(compiled: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
+    """A graph that takes sharded values as DTensors, which is what they were traced as.
+
+    A gradient is a DTensor until somebody reads it.
+
+    Args:
+        positions: of the inputs that are DTensors.
+    """
+    if not positions:
+        return compiled
+
+    def call(*inputs: Any) -> Any:
+        values = [v for p in positions if type(v := inputs[p]) is ShardedValue]
+        for value in values:
+            value.__class__ = DTensor
+        try:
+            return compiled(*inputs)
+        finally:
+            for value in values:
+                value.__class__ = ShardedValue
+
+    return call
+
+
 _LEAVE_TORCH = frozenset({"numpy", "tolist", "__array__"})
 """Methods that turn a tensor into something that cannot be sharded."""
 
@@ -116,6 +140,9 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return _on_targets(targets, func, args, kwargs)
     if describes(func):
         return settled(func(*args, **kwargs))
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs))):
+        # A gradient of gradients, say: what comes of it will meet plain tensors, in a loss.
+        return func(*replaced(args, DTensor, _whole), **replaced(kwargs, DTensor, _whole))
     if is_random(func):
         return settled(draw(func, args, kwargs))
     if name_of(func) in _LEAVE_TORCH:
@@ -155,6 +182,11 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _in_32_bits(value: DTensor) -> DTensor:
     return value.float() if value.dtype in _ROUNDED else value
+
+
+def _whole(value: DTensor) -> Tensor:
+    """A value as a plain tensor, in autograd's sight."""
+    return value.full_tensor()
 
 
 def _with_rows(value: DTensor) -> Tensor:
