@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fxzero import materialize
-from fxzero._compat import let_anomaly_mode_read_dtensors, return_free_memory
+from fxzero._compat import is_fake, let_anomaly_mode_read_dtensors, return_free_memory
 from fxzero.before_step import watch_optimizers
 from fxzero.buffers import BufferSync
 from fxzero.errors import FxZeroWarning, ShardingError
@@ -264,7 +264,7 @@ def _check(
                 f"parameter {name} is a DTensor ({parameter.placements}) already. Shard with one "
                 "tool: drop the other one, or name the parameter in ignored=."
             )
-        if zero > 0 and type(parameter) is not nn.Parameter:
+        if zero > 0 and type(parameter) is not nn.Parameter and not is_fake(parameter):
             raise ShardingError(
                 f"parameter {name} is a {type(parameter).__name__}, and its shard would be an "
                 "ordinary parameter: isinstance and its own methods would be lost. Make it an "

@@ -58,9 +58,9 @@ FAULTS = (
     ),
     Fault(
         "a norm is each rank's own part",
-        "fxzero/local_data.py",
-        "if any(p.is_partial() for p in result.placements):",
-        "if not result.placements:",
+        "fxzero/sharded_value.py",
+        "if is_pending(result):\n",
+        "if not result.placements:\n",
         "tests/parity/test_identity.py::test_numbers_are_of_all_ranks[3-2]",
     ),
     Fault(
@@ -92,5 +92,40 @@ FAULTS = (
         "ctx.set_materialize_grads(False)",
         "ctx.set_materialize_grads(True)",
         "tests/parity/test_sharding.py::test_parameters_without_gradient_have_none[3-2]",
+    ),
+    Fault(
+        "what is written to a part of a shard is lost",
+        "fxzero/whole_value.py",
+        "vars(item)[_VIEW] = view",
+        "pass",
+        "tests/parity/test_writes_outside.py::test_a_write_reaches_the_shards[2]",
+    ),
+    Fault(
+        "every rank keeps its rows of its own random numbers",
+        "fxzero/whole_value.py",
+        "dist.broadcast(value, src=0)",
+        "pass",
+        "tests/parity/test_writes_outside.py::test_a_write_reaches_the_shards[2]",
+    ),
+    Fault(
+        "what ranks add up in 16 bits is rounded on each",
+        "fxzero/sharded_value.py",
+        "return value.float() if value.dtype in _ROUNDED else value",
+        "return value",
+        "tests/parity/test_outside_of_a_forward.py::test_every_optimizer_of_torch[Muon-3-2]",
+    ),
+    Fault(
+        "a parameter that shard has not seen trains alone",
+        "fxzero/before_step.py",
+        "    if left:\n",
+        "    if not reduced and not left:\n",
+        "tests/parity/test_before_step.py::test_a_criterion_with_parameters[2]",
+    ),
+    Fault(
+        "replicas that differ train on",
+        "fxzero/before_step.py",
+        "return step in (1, 10, 100) or",
+        "return",
+        "tests/parity/test_before_step.py::test_replicas_that_differ[eager-2]",
     ),
 )
