@@ -17,13 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from fxzero._compat import without_torch_function
 from fxzero.sharded_value import on_values
-from fxzero.whole_value import gathered, is_random, name_of, replaced, tensors_in, written
+from fxzero.whole_value import COPIES, gathered, is_random, name_of, replaced, tensors_in, written
 
-_COPIES = frozenset(
-    "detach clone zeros_like ones_like empty_like full_like new_zeros new_ones new_empty "
-    "new_full new_tensor contiguous".split()
-)
-"""Functions that make a tensor of the kind of the parameter: an average, a snapshot, a moment."""
 _KEY = "_fxzero_key"
 """What `fxzero.identity` sets on a parameter, and nobody on what is computed from one."""
 
@@ -39,7 +34,7 @@ def on_shards(
     Args:
         in_full: gathers a shard, in autograd's sight.
     """
-    makes = is_random(func) or name_of(func) in _COPIES or written(func, args, kwargs)
+    makes = is_random(func) or name_of(func) in COPIES or written(func, args, kwargs)
     if not makes and _is_recorded(args, kwargs):
         args, kwargs = replaced(
             (args, kwargs), DTensor, lambda t: in_full(t) if _is_shard(t) else gathered(t)

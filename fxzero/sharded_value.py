@@ -20,6 +20,7 @@ from fxzero._compat import local_tensor, unscale_function, without_torch_functio
 from fxzero.local_data import assign, describes, sets_data
 from fxzero.whereabouts import in_compiler
 from fxzero.whole_value import (
+    COPIES,
     draw,
     gathered,
     has_views,
@@ -140,7 +141,8 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return _on_targets(targets, func, args, kwargs)
     if describes(func):
         return settled(func(*args, **kwargs))
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs))):
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
+    if recorded and name_of(func) not in COPIES:
         # A gradient of gradients, say: what comes of it will meet plain tensors, in a loss.
         return func(*replaced(args, DTensor, _whole), **replaced(kwargs, DTensor, _whole))
     if is_random(func):

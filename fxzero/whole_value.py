@@ -33,6 +33,11 @@ _RANDOM = frozenset(
     ).split()
 )
 """Random functions: DTensor would draw the same numbers for every rank's rows on a CPU."""
+COPIES = frozenset(
+    "detach clone zeros_like ones_like empty_like full_like new_zeros new_ones new_empty "
+    "new_full new_tensor contiguous".split()
+)
+"""Functions that make a tensor like the one they are given: an average, a snapshot, a moment."""
 _INDEXED = ("index_", "scatter", "put_", "masked_scatter", "conv", "_conv")
 """What DTensor computes wrongly without a word, or partly so (torch 2.13), by its beginning."""
 _INIT = nn.init.__name__
