@@ -269,7 +269,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     """Where a tensor's elements begin and end in its storage."""
     start = tensor.storage_offset()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return start, start + 1 + sum((size - 1) * stride for size, stride in steps)
+    return int(start), int(start + 1 + sum((size - 1) * stride for size, stride in steps))
 
 
 def as_now(optimizer: Optimizer) -> None:

@@ -103,7 +103,7 @@ def as_dtensors(compiled: Callable[..., Any], positions: Sequence[int]) -> Calla
     def call(*inputs: Any) -> Any:
         values = [v for p in positions if type(v := inputs[p]) is ShardedValue]
         for value in values:
-            value.__class__ = DTensor
+            value.__class__ = DTensor  # type: ignore[assignment]
         try:
             return compiled(*inputs)
         finally:
@@ -182,7 +182,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return result
 
 
-def _in_32_bits(value: DTensor) -> DTensor:
+def _in_32_bits(value: DTensor) -> Tensor:
     return value.float() if value.dtype in _ROUNDED else value
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -140,8 +140,8 @@ def refuse_other_shapes(func: Callable[..., Any]) -> None:
 def gathered(tensor: DTensor) -> Tensor:
     """The whole value, in memory of its own."""
     with without_torch_function(), torch.no_grad():
-        whole = tensor.detach().full_tensor()
-        return whole.clone() if isinstance(whole, Tensor) else whole
+        detached = cast(DTensor, tensor.detach())
+        return detached.full_tensor().clone()
 
 
 def write(
