@@ -135,6 +135,8 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     What DTensor can do depends on layouts, which are equal on all ranks. Torch functions of
     subclasses are not asked: the caller has switched them off.
     """
+    if _is_mixed_list(func, args):
+        return _apart(func, args, kwargs)
     refresh_all((args, kwargs))
     targets = written(func, args, kwargs)
     if targets:
@@ -194,6 +196,38 @@ def _whole(value: DTensor) -> Tensor:
 def _with_rows(value: DTensor) -> Tensor:
     """A value of which every rank has something."""
     return _on_every_rank(gathered(value), value) if _lacks_rows((value,), {}) else value
+
+
+def _is_mixed_list(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether one of torch's functions over lists is given shards and plain tensors."""
+    if not name_of(func).startswith(("_foreach_", "_fused_")) or not args:
+        return False
+    kinds = {isinstance(t, DTensor) for t in tensors_in(args[0])}
+    return len(kinds) == 2
+
+
+def _apart(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function over lists once for the shards and once for the plain tensors of its lists.
+
+    Parameters that `shard` was told to ignore are plain, and share an optimizer with the others.
+    """
+    count = len(args[0])
+    results: list[Any] = [None] * count
+    returns = False
+    for kind in (True, False):
+        indices = [i for i, t in enumerate(args[0]) if isinstance(t, DTensor) is kind]
+
+        def taken(value: Any, indices: list[int] = indices) -> Any:
+            per_tensor = isinstance(value, (list, tuple)) and len(value) == count
+            return [value[i] for i in indices] if per_tensor else value
+
+        chosen = {key: taken(value) for key, value in kwargs.items()}
+        found = on_values(func, tuple(taken(value) for value in args), chosen)
+        if found is not None:
+            returns = True
+            for i, item in zip(indices, found, strict=True):
+                results[i] = item
+    return results if returns else None
 
 
 def _on_targets(

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import fxzero
 from tests.parity.harness import Pools
-from tests.parity.sharded import FLOAT64
-from tests.parity.training import full
+from tests.parity.sharded import FLOAT64, TIGHT
+from tests.parity.training import assert_same, full, full_parameters
 
 ONES = torch.ones(5, 4, dtype=FLOAT64)
 
@@ -171,3 +171,33 @@ def ask_autograd() -> None:
     for ours, theirs in zip(found, expected, strict=True):
         assert float(ours.norm()) == pytest.approx(float(theirs.norm()), rel=1e-12)
         assert torch.allclose(full(ours), theirs, 1e-12, 0)
+
+
+@pytest.mark.parametrize("world", [2])
+@pytest.mark.parametrize("kernel", ["foreach", "fused"])
+def test_ignored_parameters_share_an_optimizer(ranks: Pools, world: int, kernel: str) -> None:
+    """Lists that mix shards and plain tensors: clipping, averages, AdamW."""
+    ranks(world).run(mix_lists, kernel)
+
+
+def mix_lists(kernel: str) -> None:
+    """Job."""
+    found: list[dict[str, Tensor]] = []
+    for zero in (None, 3):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(FLOAT64)
+        if zero is not None:
+            fxzero.shard(model, zero=zero, ignored=list(model[1].parameters()))
+        optimizer = torch.optim.AdamW(model.parameters(), **{kernel: True})
+        average = [p.detach().clone() for p in model.parameters()]
+        for _ in range(2):
+            model(ONES.cumsum(0)).square().mean().backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                torch._foreach_lerp_(average, list(model.parameters()), 0.1)
+        found.append(full_parameters(model))
+        found[-1]["norm"] = torch.tensor(float(norm), dtype=FLOAT64)
+        found[-1] |= {f"average {i}": full(a) for i, a in enumerate(average)}
+    assert_same(found[1], found[0], TIGHT)
