@@ -618,6 +618,11 @@ def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
     return [*(parameter._backward_hooks or {}).values(), *(later or {}).values()]
 
 
+def is_scheduler_counter(function: Callable[..., Any]) -> bool:
+    """Whether a learning-rate scheduler has wrapped an optimizer's step, to count."""
+    return bool(getattr(function, "_wrapped_by_lr_sched", False))
+
+
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell learning-rate schedulers, which watch ``optimizer.step``, that there was a step."""
     vars(optimizer)["_opt_called"] = True

@@ -32,11 +32,11 @@ from fxzero._compat import (
     without_torch_function,
 )
 from fxzero.errors import ShardingError
-from fxzero.local_data import assign, attribute_of, describes, gets_data, sets_data
+from fxzero.local_data import assign, attribute_of, describes, gets_data, sets_data, sets_gradient
 from fxzero.outside import meets_dtensors, on_shards
 from fxzero.sharded_value import ShardedValue, meets_plain, settled
 from fxzero.whereabouts import in_compiler, in_forward
-from fxzero.whole_value import replaced
+from fxzero.whole_value import of_rank_0, replaced
 
 KEY = "_fxzero_key"
 """Attribute of a parameter that `shard` has laid out: its key."""
@@ -132,6 +132,8 @@ def _kept(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if sets_data(func):
             assign(args[0], args[1])
             return None
+        if sets_gradient(func, args):
+            args = (args[0], of_rank_0(args[1].detach(), args[0]))
         result = func(*args, **kwargs)
     if in_compiler():
         return result
@@ -235,20 +237,22 @@ def refuse_alive(parameters: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def refuse_shared_memory(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Two parameters with the same memory (``a.data = b.data``) would be two after sharding.
+def refuse_shared_memory(
+    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]
+) -> None:
+    """What has the same memory as a parameter (``a.data = b.data``) would not after sharding.
 
     Raises:
-        ShardingError: there are such.
+        ShardingError: there is another parameter, or a buffer, that has.
     """
-    by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in parameters.items():
+    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, parameter in (*parameters.items(), *buffers.items()):
         if parameter.numel() and not parameter.is_meta:
             kept = by_storage.setdefault(storage_identity(parameter), [])
             for other_name, other in kept:
-                if _overlap(parameter, other):
+                if _overlap(parameter, other) and other_name in parameters:
                     raise ShardingError(
-                        f"{other_name} and {name} are two parameters in the same memory: what is "
+                        f"{other_name} and {name} are two tensors in the same memory: what is "
                         "written to one is written to both, which shards cannot do. Tie them as "
                         "one parameter (a.weight = b.weight), or give each memory of its own."
                     )

@@ -52,6 +52,15 @@ def sets_data(func: Callable[..., Any]) -> bool:
     return attribute_of(func) == "data" and getattr(func, "__name__", "") == "__set__"
 
 
+def sets_gradient(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether a torch function assigns ``tensor.grad`` a plain tensor of the full shape."""
+    if attribute_of(func) != "grad" or getattr(func, "__name__", "") != "__set__":
+        return False
+    tensor, value = args
+    plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    return plain and isinstance(tensor, DTensor) and bool(value.shape == tensor.shape)
+
+
 def attribute_of(func: Callable[..., Any]) -> str:
     """The attribute that a torch function reads or assigns; "" of any other function."""
     return getattr(getattr(func, "__self__", None), "__name__", "")

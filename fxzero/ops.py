@@ -271,19 +271,18 @@ torch.library.register_autograd(
 )
 
 
-def _remember_key(ctx: Any, inputs: tuple[Tensor, str, str], output: Tensor) -> None:
-    _, ctx.param, ctx.sync = inputs
-
-
 def _reshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    """Second derivatives. Each rank's gradient is a share of the mean, and so is what comes of it.
+    """Second derivatives, of the mean over the ranks of what each computes from a gradient.
 
-    f(g) with g = mean g_r has on rank r the gradient f'(g) dg_r: their mean over the ranks, which
-    the parameters get, is that of f.
+    With g = mean g_s and f = mean f_r(g), what g_s gets is mean f_r'(g), whose mean over the ranks
+    s the parameters get. What ranks hold in parts was averaged where it was gathered: see
+    `fxzero.sharded_value`.
     """
+    if spec_of(ctx.param).shard_group is None:
+        grad = torch.ops.fxzero.reshard_grad(grad, ctx.param, GradSync.REDUCE.value)
     return torch.ops.fxzero.unshard(grad, ctx.param, ctx.sync), None, None
 
 
 torch.library.register_autograd(
-    "fxzero::reshard_grad", _reshard_backward, setup_context=_remember_key, lib=_library
+    "fxzero::reshard_grad", _reshard_backward, setup_context=_remember, lib=_library
 )

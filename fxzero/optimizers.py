@@ -23,6 +23,7 @@ from fxzero import _compat
 from fxzero.errors import CaptureError, FxZeroWarning
 from fxzero.ops import local_of
 from fxzero.proven_kernels import is_proven
+from fxzero.sharded_value import read_of_all_ranks
 
 log = logging.getLogger("fxzero")
 
@@ -144,12 +145,28 @@ def kernels_of(optimizer: Optimizer) -> tuple[Kernel, ...]:
             f"{type(optimizer).__name__}(differentiable=True) records its update for autograd; "
             "compile_step does not. Use the ordinary loop."
         )
-    if _compat.has_step_hooks(optimizer):
+    if _compat.has_step_hooks(optimizer) or is_patched(optimizer):
         return ()
     found = [proven_kernel_of(optimizer, group) for group in optimizer.param_groups]
     if None in found:
         return ()
     return tuple(kernel for kernel in found if kernel is not None)
+
+
+def is_patched(optimizer: Optimizer) -> bool:
+    """Whether somebody has put a function of his own in the place of ``optimizer.step``.
+
+    Learning-rate schedulers do so, too, to count: theirs only calls what was there.
+    """
+    step: Any = vars(optimizer).get("step")
+    while step is not None:
+        step = getattr(step, "__func__", step)
+        if step is type(optimizer).step:
+            return False
+        if not _compat.is_scheduler_counter(step):
+            return True
+        step = step.__wrapped__
+    return False
 
 
 def create_state(layout: OptimizerLayout, keys: Collection[str]) -> None:
@@ -172,6 +189,7 @@ def create_state(layout: OptimizerLayout, keys: Collection[str]) -> None:
             if kernel.name == "sgd":
                 with _compat.mode_of(parameter):
                     state["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+                read_of_all_ranks(state)
                 continue
             group = {**optimizer.param_groups[index], "params": [parameter]}
             before, parameter.grad = parameter.grad, parameter.detach()  # its values do not matter
@@ -180,3 +198,4 @@ def create_state(layout: OptimizerLayout, keys: Collection[str]) -> None:
                     _compat.init_optimizer_state(optimizer, group)
             finally:
                 parameter.grad = before
+            read_of_all_ranks(state)

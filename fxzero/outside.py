@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fxzero._compat import without_torch_function
-from fxzero.sharded_value import on_values
-from fxzero.whole_value import COPIES, gathered, is_random, name_of, replaced, tensors_in, written
+from fxzero.sharded_value import in_whole, on_values
+from fxzero.whole_value import COPIES, is_random, name_of, replaced, tensors_in, written
 
 _KEY = "_fxzero_key"
 """What `fxzero.identity` sets on a parameter, and nobody on what is computed from one."""
@@ -37,7 +37,7 @@ def on_shards(
     makes = is_random(func) or name_of(func) in COPIES or written(func, args, kwargs)
     if not makes and _is_recorded(args, kwargs):
         args, kwargs = replaced(
-            (args, kwargs), DTensor, lambda t: in_full(t) if _is_shard(t) else gathered(t)
+            (args, kwargs), DTensor, lambda t: in_full(t) if _is_shard(t) else in_whole(t)
         )
         return func(*args, **kwargs)
     with without_torch_function():

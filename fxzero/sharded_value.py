@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fxzero._compat import local_tensor, unscale_function, without_torch_function
 from fxzero.local_data import assign, describes, sets_data
+from fxzero.runtime.lost import explaining
 from fxzero.whereabouts import in_compiler
 from fxzero.whole_value import (
     COPIES,
@@ -37,6 +39,7 @@ from fxzero.whole_value import (
     wants_whole,
     write,
     write_through,
+    writes,
     written,
 )
 
@@ -89,6 +92,13 @@ class ShardedValue(DTensor):
             return copyreg.dispatch_table[DTensor](self.detach())
 
 
+def read_of_all_ranks(state: dict[str, Any]) -> None:
+    """Let tensors that were made inside of the compiler be of all ranks when read."""
+    for value in state.values():
+        if type(value) is DTensor:
+            value.__class__ = ShardedValue
+
+
 def as_dtensors(compiled: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
     """A graph that takes sharded values as DTensors, which is what they were traced as.
 
@@ -129,6 +139,7 @@ _ROW_BY_ROW = frozenset(
 """Functions for which a rank without rows has nothing to do: others would raise there, alone."""
 
 
+@explaining
 def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a torch function on sharded values; on whole ones where DTensor cannot, a collective.
 
@@ -143,10 +154,12 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return _on_targets(targets, func, args, kwargs)
     if describes(func):
         return settled(func(*args, **kwargs))
+    if writes(func):  # to a plain tensor
+        return func(*replaced(args, DTensor, gathered), **replaced(kwargs, DTensor, gathered))
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
     if recorded and name_of(func) not in COPIES:
         # A gradient of gradients, say: what comes of it will meet plain tensors, in a loss.
-        return func(*replaced(args, DTensor, _whole), **replaced(kwargs, DTensor, _whole))
+        return func(*replaced(args, DTensor, in_whole), **replaced(kwargs, DTensor, in_whole))
     if is_random(func):
         return settled(draw(func, args, kwargs))
     if name_of(func) in _LEAVE_TORCH:
@@ -188,9 +201,29 @@ def _in_32_bits(value: DTensor) -> Tensor:
     return value.float() if value.dtype in _ROUNDED else value
 
 
-def _whole(value: DTensor) -> Tensor:
+class _Whole(torch.autograd.Function):
+    """A sharded value as a plain tensor.
+
+    Each rank computes something of its own with it, of which the mean over the ranks counts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements = value.device_mesh, value.placements
+        return gathered(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        pending = [Partial() for _ in range(ctx.mesh.ndim)]
+        total = DTensor.from_local(grad.contiguous(), ctx.mesh, pending, run_check=False)
+        result: Tensor = total.redistribute(placements=ctx.placements) / ctx.mesh.size()
+        return result
+
+
+def in_whole(value: DTensor) -> Tensor:
     """A value as a plain tensor, in autograd's sight."""
-    return value.full_tensor()
+    return _Whole.apply(value) if value.requires_grad else gathered(value)
 
 
 def _with_rows(value: DTensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn.parameter import is_lazy
 
 from fxzero import materialize
 from fxzero._compat import is_fake, let_anomaly_mode_read_dtensors, return_free_memory
@@ -264,12 +265,16 @@ def _check(
                 f"parameter {name} is a DTensor ({parameter.placements}) already. Shard with one "
                 "tool: drop the other one, or name the parameter in ignored=."
             )
+        if is_lazy(parameter):
+            raise ShardingError(
+                f"parameter {name} has no shape yet: its module is lazy. Run one forward before "
+                "fxzero.shard, on a batch like those to come."
+            )
         if zero > 0 and type(parameter) is not nn.Parameter and not is_fake(parameter):
             raise ShardingError(
                 f"parameter {name} is a {type(parameter).__name__}, and its shard would be an "
                 "ordinary parameter: isinstance and its own methods would be lost. Make it an "
-                "nn.Parameter (attributes stay), shard with zero=0, or name it in ignored=. A "
-                "lazy module wants one forward before shard."
+                "nn.Parameter (attributes stay), shard with zero=0, or name it in ignored=."
             )
         if not parameter.is_leaf:
             raise ShardingError(
@@ -278,7 +283,8 @@ def _check(
             )
     if zero > 0:
         refuse_shared_memory(
-            {n: p for n, p in model.named_parameters() if id(p) not in ignored_ids}
+            {n: p for n, p in model.named_parameters() if id(p) not in ignored_ids},
+            {n: b for n, b in model.named_buffers() if b.layout is torch.strided},
         )
     if not ignored_ids <= known:
         raise ShardingError("ignored= names a tensor that is no parameter of this model")

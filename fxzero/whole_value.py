@@ -92,13 +92,19 @@ def replaced(value: Any, kind: type[Tensor], by: Callable[[Any], Any]) -> Any:
     return value
 
 
+def writes(func: Callable[..., Any]) -> bool:
+    """Whether a function changes its first argument in place."""
+    name = name_of(func)
+    if name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"):
+        return True
+    return name.endswith("_") and not name.endswith("__")
+
+
 def written(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[DTensor]:
     """The sharded tensors that a function changes in place."""
-    name = name_of(func)
-    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    if in_place or name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"):
+    if writes(func):
         target = args[0] if args else kwargs.get("tensor", kwargs.get("self"))
     elif getattr(func, "__module__", "") == _FUNCTIONAL and _is_told_to_write(func, args, kwargs):
         target = args[0] if args else kwargs.get("input")

@@ -193,3 +193,25 @@ def drift_later() -> None:
         train_with_noise()
     with pytest.raises(fxzero.ShardingError, match="differs between ranks 0 and 1 before step 10"):
         train_with_noise()
+
+
+@on_two_ranks
+@all_stages
+def test_what_one_rank_does_alone(ranks: Pools, world: int, zero: int) -> None:
+    """A learning rate of its own, or a write below ``if rank == 0``."""
+    ranks(world).run(do_alone, zero)
+
+
+def do_alone(zero: int) -> None:
+    """Job."""
+    for words in ("lr of group 0 is 0.1 on rank 0 and 0.05 on rank 1", r"0\.weight was written"):
+        model = fxzero.shard(small(), zero=zero)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(rows()[1]).sum().backward()
+        if words.startswith("lr"):
+            optimizer.param_groups[0]["lr"] /= 1 + dist.get_rank()
+        elif dist.get_rank() == 0:
+            with torch.no_grad():
+                model[0].weight.mul_(0.5)
+        with pytest.raises(fxzero.ShardingError, match=words):
+            optimizer.step()

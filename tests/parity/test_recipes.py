@@ -94,6 +94,17 @@ def penalise_gradients_of_weights(model: nn.Module, forward: Any, x: Tensor) -> 
     step(model)
 
 
+@recipe(compile="does not currently support double backward|differentiate twice")
+def learn_to_learn(model: nn.Module, forward: Any, x: Tensor) -> None:
+    """MAML: each rank computes a loss of its own with weights after a step that all have taken."""
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(forward(x).square().mean(), parameters, create_graph=True)
+    fast = [p - 0.5 * g for p, g in zip(parameters, gradients, strict=True)]
+    hidden = torch.tanh(x.cos() @ fast[0].t() + fast[1])
+    (hidden @ fast[2].t() + fast[3]).square().mean().backward()
+    step(model)
+
+
 @recipe()
 def update_by_autograd(model: nn.Module, forward: Any, x: Tensor) -> None:
     """No ``.grad`` at all."""

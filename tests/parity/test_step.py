@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import fxzero
+from fxzero.optimizers import is_patched
 from tests.parity.harness import Pools
 from tests.parity.models import EXAMPLES, Batch, Example
 from tests.parity.training import (
@@ -319,6 +320,40 @@ def fail_in_the_optimizer() -> None:
     step = fxzero.compile_step(model, optimizer, nn.functional.mse_loss, options=options)
     with pytest.raises(fxzero.CaptureError, match=r"ByAddress\.step\(\) failed on sharded"):
         step(torch.randn(2, 4), torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_step_that_somebody_replaced(ranks: Pools, zero: int) -> None:
+    """``optimizer.step = mine`` runs; a scheduler's counter is no such thing."""
+    ranks(2).run(replaces_the_step, zero)
+
+
+def replaces_the_step(zero: int) -> None:
+    """Job. What the optimizer keeps is of all ranks when read."""
+    torch.manual_seed(0)
+    model = fxzero.shard(nn.Linear(4, 4), zero=zero)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    assert not is_patched(optimizer)
+    options = {"lower_regions": {"backend": "eager"}}
+    step = fxzero.compile_step(model, optimizer, nn.functional.mse_loss, options=options)
+    step(torch.ones(2, 4), torch.zeros(2, 4))
+    moment = optimizer.state[model.weight]["exp_avg"]
+    whole = moment.full_tensor() if zero else moment
+    assert float(moment.norm()) == pytest.approx(float(whole.norm()), rel=1e-6)
+    before = optimizer.step
+
+    def clamped(*args: Any, **kwargs: Any) -> Any:
+        result = before(*args, **kwargs)
+        with torch.no_grad():
+            model.weight.clamp_(-0.01, 0.01)
+        return result
+
+    optimizer.step = clamped  # type: ignore[method-assign]
+    assert is_patched(optimizer)
+    step = fxzero.compile_step(model, optimizer, nn.functional.mse_loss, options=options)
+    step(torch.ones(2, 4), torch.zeros(2, 4))
+    assert float(model.weight.detach().abs().max()) == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

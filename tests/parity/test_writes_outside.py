@@ -201,3 +201,47 @@ def mix_lists(kernel: str) -> None:
         found[-1]["norm"] = torch.tensor(float(norm), dtype=FLOAT64)
         found[-1] |= {f"average {i}": full(a) for i, a in enumerate(average)}
     assert_same(found[1], found[0], TIGHT)
+
+
+@pytest.mark.parametrize("world", [2])
+def test_plain_state_beside_shards(ranks: Pools, world: int) -> None:
+    """As a full checkpoint leaves it for parameters without dims, and averages made by hand."""
+    ranks(world).run(use_plain_state)
+
+
+class Scaled(nn.Module):
+    """A parameter without dims, and rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=FLOAT64))
+        self.layer = nn.Linear(4, 5).to(FLOAT64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 4) to (B, 5)."""
+        return self.layer(x) * self.scale
+
+
+def use_plain_state() -> None:
+    """Job."""
+    found: list[dict[str, Tensor]] = []
+    for zero in (None, 3):
+        torch.manual_seed(0)
+        model = Scaled()
+        if zero is not None:
+            fxzero.shard(model, zero=zero)
+        optimizer = torch.optim.AdamW(model.parameters())
+        averages = {n: torch.zeros(p.shape, dtype=FLOAT64) for n, p in model.named_parameters()}
+        for _ in range(3):
+            model(ONES.cumsum(0)).square().mean().backward()
+            optimizer.step()
+            for name, parameter in model.named_parameters():
+                averages[name].lerp_(parameter.detach(), 0.1)
+                averages[name].mul_(0.9).add_(parameter.data, alpha=0.1)
+                averages[name].addcmul_(parameter.grad, parameter.grad)
+                parameter.grad = torch.ones(parameter.shape, dtype=FLOAT64)
+                for key in ("exp_avg", "exp_avg_sq"):
+                    kept = optimizer.state[parameter]
+                    kept[key] = full(kept[key]).clone()
+        found.append(full_parameters(model) | {f"average {n}": a for n, a in averages.items()})
+    assert_same(found[1], found[0], TIGHT)
