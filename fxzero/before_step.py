@@ -7,7 +7,7 @@ A new head, an adapter or a criterion with parameters of its own trains alone on
 does a replica that was initialised anew where ranks are seeded differently, and a shard that was
 loaded on rank 0 alone. None of it shows in a gradient, so the optimizer is asked: it holds
 everything that is trained. Compared are its settings (a learning rate that follows this rank's
-loss), how often each parameter was written, and the values of replicas.
+loss), how often each shard was written, and the values of replicas.
 """
 
 from __future__ import annotations
@@ -141,9 +141,10 @@ def _compare(optimizer: Optimizer, step: int) -> None:
         sizes = f"{len(settings)} settings, {len(trained)} parameters"
         agree_eagerly(name, f"compare what {type(optimizer).__name__} updates ({sizes})")
         _refuse_settings(_gather(list(settings.values()), channel), list(settings), channel, where)
-        names = [spec.name for spec, _ in trained]
-        writes = [float(version_of(p)) for _, p in trained]
-        _refuse_writes(_gather(writes, channel), names, channel, where)
+        # Replicas are compared by value: one rank may swap an average in, evaluate, and swap back.
+        shards = [(spec.name, p) for spec, p in trained if spec.shard_group is not None]
+        writes = [float(version_of(p)) for _, p in shards]
+        _refuse_writes(_gather(writes, channel), [name for name, _ in shards], channel, where)
         replicas = [
             (spec.name, p)
             for spec, p in trained
