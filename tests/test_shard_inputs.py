@@ -92,7 +92,9 @@ def test_a_dtensor_that_is_read_otherwise_stays() -> None:
     layer, taken = fxzero.shard(AlsoRaw(3, 4), zero=3), Taken()
     weight = layer._parameters["weight"]
     assert isinstance(weight, DTensor)
-    layer.other = nn.Parameter(weight.detach())  # a DTensor that shard has not seen
+    mine = weight.to_local().detach().clone()
+    other = DTensor.from_local(mine, weight.device_mesh, weight.placements)
+    layer.other = nn.Parameter(other)  # a DTensor that shard has not seen
     torch.compile(layer, backend=taken)(torch.ones(2, 3)).sum().backward()
     assert len(taken.positions) == 2, "weight and bias"
     assert isinstance(layer.other.grad, DTensor)

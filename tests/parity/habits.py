@@ -434,7 +434,7 @@ def _new_weight(model: Any) -> None:
 HABITS["a new parameter after shard"] = Habit(
     Plain,
     after_shard=_new_weight,
-    refused={f"{d} {z}": "assigned a new parameter" for d in ALL for z in range(4)},
+    refused={f"{d} {z}": "assigned a new tensor" for d in ALL for z in range(4)},
 )
 
 # -- forwards
