@@ -99,7 +99,7 @@ class _LocalTensors(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
-        assert ctx.saved_tensors  # which raises if one was written to; hooks may have replaced them
+        _ = ctx.saved_tensors  # raises if one was written to; hooks may have replaced their values
         return tuple(
             None if grad is None else dtensor_of(grad, layout)
             for grad, layout in zip(grads, ctx.layouts, strict=True)

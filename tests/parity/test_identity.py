@@ -217,8 +217,14 @@ def note_on_parameters(zero: int) -> None:
     counter.register_parameter("count", nn.Parameter(torch.zeros(3).long(), requires_grad=False))
     counter.register_parameter("on", nn.Parameter(torch.ones(3).bool(), requires_grad=False))
     fxzero.shard(counter, zero=zero)(rows()[1]).sum().backward()
+    with pytest.raises(fxzero.ShardingError, match="has no shape yet"):
+        fxzero.shard(nn.Sequential(nn.LazyLinear(3)), zero=zero)
     if zero == 0:
         return
+    watching = small()
+    watching.register_buffer("seen", watching[0].weight.data)
+    with pytest.raises(fxzero.ShardingError, match="in the same memory"):
+        fxzero.shard(watching, zero=zero)
     tagged, shared, halves = small(), small(), small()
     tagged[0].weight = Tagged(tagged[0].weight)
     shared[2].bias.data = shared[0].weight.data.view(-1)[:3]

@@ -323,6 +323,38 @@ def fail_in_the_optimizer() -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 3])
+def test_a_parameter_with_gaps(ranks: Pools, zero: int) -> None:
+    """A view of a wider tensor: fused kernels would walk through what lies between its rows."""
+    ranks(2).run(trains_with_gaps, zero)
+
+
+def trains_with_gaps(zero: int) -> None:
+    """Job."""
+    found = []
+    x, y = torch.linspace(-1, 1, 12).double().view(2, 6), torch.zeros(2, 4).double()
+    for compiled in (False, True):
+        wide = torch.linspace(-1, 1, 32).double().view(4, 8)
+        model = nn.Linear(6, 4).double()
+        model.weight = nn.Parameter(wide[:, :6])
+        model.bias.data.zero_()
+        if compiled:
+            fxzero.shard(model, zero=zero)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        if compiled:
+            options = {"lower_regions": {"backend": "eager"}}
+            step = fxzero.compile_step(model, optimizer, nn.functional.mse_loss, options=options)
+        for _ in range(3):
+            if compiled:
+                step(x, y)
+            else:
+                nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(full_parameters(model))
+    assert_same(found[1], found[0], 1e-12)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
 def test_a_step_that_somebody_replaced(ranks: Pools, zero: int) -> None:
     """``optimizer.step = mine`` runs; a scheduler's counter is no such thing."""
     ranks(2).run(replaces_the_step, zero)
