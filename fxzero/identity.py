@@ -34,12 +34,11 @@ from fxzero._compat import (
 from fxzero.errors import ShardingError
 from fxzero.local_data import assign, attribute_of, describes, gets_data, sets_data, sets_gradient
 from fxzero.outside import meets_dtensors, on_shards
+from fxzero.params import KEY
 from fxzero.sharded_value import ShardedValue, meets_plain, settled
 from fxzero.whereabouts import in_compiler, in_forward
 from fxzero.whole_value import of_rank_0, replaced
 
-KEY = "_fxzero_key"
-"""Attribute of a parameter that `shard` has laid out: its key."""
 _NOW = "_fxzero_now"
 """Attribute of a replaced parameter: the module that owns what has replaced it, and the name."""
 

@@ -21,8 +21,7 @@ from fxzero._compat import is_higher_order, is_plain_to_local
 from fxzero.errors import CaptureError
 from fxzero.graph.step_graph import source_line
 from fxzero.graph.writes import may_write
-from fxzero.identity import KEY
-from fxzero.params import is_key, spec_of
+from fxzero.params import KEY, is_key, spec_of
 
 _UNSHARD = (torch.ops.fxzero.unshard, torch.ops.fxzero.unshard.default)
 

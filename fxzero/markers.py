@@ -22,8 +22,7 @@ from fxzero._compat import never_compile_alone
 from fxzero.buffers import forward_then_sync
 from fxzero.errors import ShardingError
 from fxzero.full_parameter import full_parameter
-from fxzero.identity import KEY
-from fxzero.params import ModelState, spec_of
+from fxzero.params import KEY, ModelState, spec_of
 from fxzero.whereabouts import in_compiler, in_forward
 
 KEYS = "_fxzero_keys"

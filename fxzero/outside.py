@@ -16,11 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fxzero._compat import without_torch_function
+from fxzero.params import KEY
 from fxzero.sharded_value import in_whole, on_values
-from fxzero.whole_value import COPIES, is_random, name_of, replaced, tensors_in, written
-
-_KEY = "_fxzero_key"
-"""What `fxzero.identity` sets on a parameter, and nobody on what is computed from one."""
+from fxzero.whole_value import COPIES, draws_numbers, name_of, replaced, tensors_in, written
 
 
 def on_shards(
@@ -34,7 +32,7 @@ def on_shards(
     Args:
         in_full: gathers a shard, in autograd's sight.
     """
-    makes = is_random(func) or name_of(func) in COPIES or written(func, args, kwargs)
+    makes = draws_numbers(func) or name_of(func) in COPIES or written(func, args, kwargs)
     if not makes and _is_recorded(args, kwargs):
         args, kwargs = replaced(
             (args, kwargs), DTensor, lambda t: in_full(t) if _is_shard(t) else in_whole(t)
@@ -57,4 +55,4 @@ def meets_dtensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _is_shard(value: Any) -> bool:
-    return isinstance(value, DTensor) and _KEY in vars(value)
+    return isinstance(value, DTensor) and KEY in vars(value)

@@ -22,6 +22,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fxzero.errors import CaptureError
 from fxzero.groups import Group
 
+KEY = "_fxzero_key"
+"""Attribute of a parameter that `shard` has laid out: its key. What comes of one has none."""
+
 
 class GradSync(StrEnum):
     """What `reshard_grad` does with a full gradient."""

@@ -24,11 +24,11 @@ from fxzero.whereabouts import in_compiler
 from fxzero.whole_value import (
     COPIES,
     draw,
+    draws_numbers,
     gathered,
     has_views,
-    is_random,
     is_sharded,
-    is_view,
+    may_return_views,
     name_of,
     note_views,
     of_rank_0,
@@ -160,11 +160,11 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if recorded and name_of(func) not in COPIES:
         # A gradient of gradients, say: what comes of it will meet plain tensors, in a loss.
         return func(*replaced(args, DTensor, in_whole), **replaced(kwargs, DTensor, in_whole))
-    if is_random(func):
+    if draws_numbers(func):
         return settled(draw(func, args, kwargs))
     if name_of(func) in _LEAVE_TORCH:
         return func(gathered(args[0]), *args[1:], **kwargs)
-    if is_view(func):
+    if may_return_views(func):
         return _looked_at(func, args, kwargs)
     args, kwargs = _settled_arguments((args, kwargs))
     name = name_of(func)
@@ -275,7 +275,7 @@ def _on_targets(
         return write_through(func, args, kwargs)
     if name_of(func) in _EACH_BY_EACH:
         args, kwargs = replaced((args, kwargs), Tensor, lambda t: _alike(t, targets[0]))
-    on_whole = is_random(func) or wants_whole(func) or name_of(func) == "__setitem__"
+    on_whole = draws_numbers(func) or wants_whole(func) or name_of(func) == "__setitem__"
     if on_whole or "out" in kwargs or meets_plain(args, kwargs):
         return write(targets, func, args, kwargs)
     args, kwargs = _settled_arguments((args, kwargs))

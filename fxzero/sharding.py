@@ -26,7 +26,6 @@ from fxzero.errors import FxZeroWarning, ShardingError
 from fxzero.gradients import reduce_what_arrives
 from fxzero.groups import Group, replica_axis, resolve_mesh, shard_axis
 from fxzero.identity import (
-    KEY,
     ShardedParameter,
     hand_over,
     optimizers_of,
@@ -37,6 +36,7 @@ from fxzero.identity import (
 )
 from fxzero.markers import KEYS, STATE, cast_inputs, mark, read_by_name
 from fxzero.params import (
+    KEY,
     GradSync,
     ModelState,
     ParamSpec,

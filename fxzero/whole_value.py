@@ -49,7 +49,7 @@ def name_of(func: Callable[..., Any]) -> str:
     return getattr(func, "__name__", "")
 
 
-def is_random(func: Callable[..., Any]) -> bool:
+def draws_numbers(func: Callable[..., Any]) -> bool:
     """Whether a function draws random numbers, or initialises."""
     return name_of(func) in _RANDOM or is_initialiser(func)
 
@@ -250,7 +250,7 @@ def view_of(tensor: Tensor) -> View | None:
     return found
 
 
-def is_view(func: Callable[..., Any]) -> bool:
+def may_return_views(func: Callable[..., Any]) -> bool:
     """Whether a function may return views."""
     return name_of(func) in _VIEWS or computes_attribute(func)
 
