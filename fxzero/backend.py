@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from fxzero import _compat
 from fxzero.before_step import watch_optimizers
 from fxzero.buffers import sync_buffers
+from fxzero.compiler.plan import Plan
 from fxzero.config import Config
 from fxzero.errors import CaptureError, ConfigError, FxZeroError, FxZeroWarning
 from fxzero.fold_layers import Folds, fold_layers, unfold
@@ -32,6 +33,7 @@ from fxzero.graph import StepGraph
 from fxzero.graph.cut import Sides, cut
 from fxzero.graph.writes import refuse_writes
 from fxzero.groups import Group, init_distributed
+from fxzero.layout import Layout
 from fxzero.mark_inputs import use_markers
 from fxzero.params import (
     ModelState,
@@ -148,9 +150,14 @@ class Compilation:
         self.choose_costs(graph)
         self.run(graph, self.config.joint_passes())
 
+    def __post_init__(self) -> None:
+        if self.config.plan:
+            self.context.decisions.plan = Plan.read(self.config.plan)
+
     def choose_costs(self, graph: StepGraph) -> None:
         """Find out what things take, by the settings."""
         fuses = self.config.lower_regions.backend is RegionBackend.INDUCTOR
+        self.context.fuses = fuses
         self.context.costs = self.config.cost.make(graph, fuses=fuses)
 
     def run(self, graph: StepGraph, passes: Sequence[Pass], given: Iterable[Fact] = ()) -> None:
@@ -397,8 +404,9 @@ def _replicate(in_graph: dict[str, nn.Parameter], group: Group) -> None:
     check_equal(new)
     state = ModelState(zero=0, number=-1)
     number = next(_plain_models)
+    layout = Layout.replicated(group)
     for name, parameter in new.items():
-        spec = ParamSpec.whole(parameter, name, f"plain{number}/{name}", state, (group,))
+        spec = ParamSpec.whole(parameter, name, f"plain{number}/{name}", state, layout)
         remember_plain(parameter, register(spec))
         reduce_what_arrives(parameter, spec)
 

@@ -47,6 +47,9 @@ class Config:
     cuda_graph: bool = False
     """In whole steps on CUDA: replay the step as one CUDA graph. Not for optimizers that run
     their own ``step()``, nor with `stop_unless_finite`, which waits for the GPU."""
+    plan: str = ""
+    """A file of decisions to replay to the letter instead of deciding: see
+    ``fxzero inspect --plan``."""
     cost: CostSettings = field(default_factory=CostSettings)
     lower_kernels: LowerKernels = field(default_factory=LowerKernels)
     recompute: Recompute = field(default_factory=Recompute)

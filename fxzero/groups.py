@@ -101,11 +101,6 @@ def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh | None
     return mesh
 
 
-def shard_axis(mesh: DeviceMesh) -> Group:
-    """The axis along which parameters are split: the last one."""
-    return Group.of(mesh.get_group(mesh.ndim - 1))
-
-
-def replica_axis(mesh: DeviceMesh) -> Group | None:
-    """The axis along which shards are repeated, if the mesh has one."""
-    return Group.of(mesh.get_group(0)) if mesh.ndim == 2 else None
+def axes_of(mesh: DeviceMesh) -> tuple[Group, ...]:
+    """The group of each axis that this rank is in, outermost first."""
+    return tuple(Group.of(mesh.get_group(axis)) for axis in range(mesh.ndim))

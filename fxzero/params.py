@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fxzero.errors import CaptureError
 from fxzero.groups import Group
+from fxzero.layout import WHOLE, AxisRole, Layout
 
 KEY = "_fxzero_key"
 """Attribute of a parameter that `shard` has laid out: its key. What comes of one has none."""
@@ -100,10 +101,8 @@ class ParamSpec:
     """Dtype that the model computes in; the cast happens before the gather."""
     reduce_dtype: torch.dtype
     """Dtype in which gradients travel."""
-    shard_group: Group | None = None
-    """Ranks that hold the parts of dim 0; None when every rank holds all of it."""
-    replica_groups: tuple[Group, ...] = ()
-    """Groups over which this rank's part is repeated: gradients are all-reduced there."""
+    layout: Layout = WHOLE
+    """Where its parts are, and what travels for it."""
     parameter: weakref.ref[torch.nn.Parameter] | None = None
     """The parameter itself, to see whether its gradient was set to None."""
 
@@ -114,7 +113,7 @@ class ParamSpec:
         name: str,
         key: str,
         state: ModelState,
-        replica_groups: tuple[Group, ...] = (),
+        layout: Layout = WHOLE,
     ) -> ParamSpec:
         """A parameter that every rank holds, computes with and reduces as it is."""
         return cls(
@@ -125,8 +124,20 @@ class ParamSpec:
             dtype=parameter.dtype,
             compute_dtype=parameter.dtype,
             reduce_dtype=parameter.dtype,
-            replica_groups=replica_groups,
+            layout=layout,
         )
+
+    @property
+    def shard_group(self) -> Group | None:
+        """Ranks that hold the parts of dim 0; None when every rank holds all of it."""
+        groups = self.layout.groups_of(AxisRole.SHARD)
+        assert len(groups) < 2, "dim 0 is cut once"
+        return groups[0] if groups else None
+
+    @property
+    def replica_groups(self) -> tuple[Group, ...]:
+        """Groups over which this rank's part is repeated: gradients are all-reduced there."""
+        return self.layout.groups_of(AxisRole.REPLICATE)
 
     @property
     def zero(self) -> int:

@@ -3,15 +3,17 @@
     build(Prefetch, {"distance": 2}, "options.prefetch")   →   Prefetch(distance=2)
     Prefetch(distance="2")                                 →   ConfigError, by `check_types`
 
-Types are `bool`, `int`, `float`, `str`, an `Enum` (by its value too), another such dataclass, and
-each of them or None. A number is finite, and a whole one fits 64 bits. Nothing is converted that
-somebody may not have meant: ``"2"`` is no number, ``1`` is no ``true``.
+Types are `bool`, `int`, `float`, `str`, an `Enum` (by its value too), another such dataclass, a
+tuple of one of them (a list in a mapping), and each of them or None. A number is finite, and a
+whole one fits 64 bits. Nothing is converted that somebody may not have meant: ``"2"`` is no number,
+``1`` is no ``true``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import types
 import typing
 from collections.abc import Mapping
@@ -32,7 +34,7 @@ def build(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         where: the path of the mapping, for messages.
 
     Raises:
-        ConfigError: an unknown key, or a value of another type.
+        ConfigError: an unknown key, one that is missing, or a value of another type.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} takes a mapping of settings, not {_shown(values)}")
@@ -42,7 +44,22 @@ def build(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         if key not in known:
             raise ConfigError(f"{where} has no setting {key!r}: {nearest(str(key), known)}")
         arguments[key] = convert(known[key], value, f"{where}.{key}")
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        has_default = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
+        if not has_default and field.name not in arguments:
+            raise ConfigError(f"{where} lacks {field.name!r}")
     return kind(**arguments)
+
+
+def plain(value: Any) -> Any:
+    """What `build` reads, and `json` can write: dataclasses as mappings, enums by their values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    return value.value if isinstance(value, Enum) else value
 
 
 def check_types(settings: Any, where: str) -> None:
@@ -90,6 +107,13 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         if value is None:
             return None
         (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(f"{where}={_shown(value)} must be a list")
+        kind = typing.get_args(hint)[0]
+        parts = [convert(kind, part, f"{where}[{i}]") for i, part in enumerate(value)]
+        same = isinstance(value, tuple) and all(map(operator.is_, parts, value))
+        return value if same else tuple(parts)
     if dataclasses.is_dataclass(hint):
         assert isinstance(hint, type)
         return value if isinstance(value, hint) else build(hint, value, where)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fxzero import materialize
@@ -24,7 +24,7 @@ from fxzero.before_step import watch_optimizers
 from fxzero.buffers import BufferSync
 from fxzero.errors import FxZeroWarning, ShardingError
 from fxzero.gradients import reduce_what_arrives
-from fxzero.groups import Group, replica_axis, resolve_mesh, shard_axis
+from fxzero.groups import resolve_mesh
 from fxzero.identity import (
     ShardedParameter,
     hand_over,
@@ -34,6 +34,7 @@ from fxzero.identity import (
     refuse_used_optimizers,
     stand_in,
 )
+from fxzero.layout import AxisRole, Layout
 from fxzero.markers import KEYS, STATE, cast_inputs, mark, read_by_name
 from fxzero.params import (
     KEY,
@@ -312,20 +313,16 @@ def _spec_maker(
     reduce_dtype: torch.dtype | None,
 ) -> Callable[[str, nn.Parameter], ParamSpec]:
     """A function that decides how a parameter is laid out."""
-    split = shard_axis(mesh) if mesh is not None else None
-    replicas = replica_axis(mesh) if mesh is not None else None
-
-    def groups(parameter: nn.Parameter) -> tuple[Group | None, tuple[Group, ...]]:
-        sharded = state.zero > 0 and parameter.dim() > 0
-        repeated = (replicas,) if sharded else (split, replicas)
-        shard_group = split if sharded and split is not None and split.size > 1 else None
-        return shard_group, tuple(g for g in repeated if g is not None and g.size > 1)
+    replicated, split = Layout(), Layout()
+    if mesh is not None:
+        outer = [AxisRole.REPLICATE] * (mesh.ndim - 1)
+        replicated = Layout.on(mesh, [*outer, AxisRole.REPLICATE])
+        split = Layout.on(mesh, [*outer, AxisRole.SHARD])
 
     def make(name: str, parameter: nn.Parameter) -> ParamSpec:
         compute_dtype = parameter.dtype
         if param_dtype is not None and parameter.is_floating_point():
             compute_dtype = param_dtype
-        shard_group, replica_groups = groups(parameter)
         return register(
             ParamSpec(
                 name=name,
@@ -335,8 +332,7 @@ def _spec_maker(
                 dtype=parameter.dtype,
                 compute_dtype=compute_dtype,
                 reduce_dtype=reduce_dtype or compute_dtype,
-                shard_group=shard_group,
-                replica_groups=replica_groups,
+                layout=split if state.zero > 0 and parameter.dim() > 0 else replicated,
             )
         )
 
@@ -417,9 +413,6 @@ def _split(
         moved = nn.Parameter(values, requires_grad=full.requires_grad)
         vars(moved).update(vars(full))
         return moved
-    placements: list[Placement] = [Replicate()] * mesh.ndim
-    if spec.shape:
-        placements[-1] = Shard(0)
     if spec.shard_group is not None:
         values = values[spec.local_rows].clone()
     elif values.data_ptr() == full.data_ptr():
@@ -427,7 +420,7 @@ def _split(
     distributed = DTensor.from_local(
         values,
         mesh,
-        placements,
+        spec.layout.placements,
         run_check=False,
         shape=torch.Size(spec.shape),
         stride=_contiguous_stride(spec.shape),

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from fxzero.cost import AnalyticCosts, CostModel, load_cluster
 from fxzero.graph import StepGraph
 from fxzero.optimizers import OptimizerLayout
+from fxzero.passes.decisions import Decisions
 from fxzero.settings import check_types
 
 
@@ -72,8 +73,14 @@ class Context:
     """What updates the parameters, in a whole step."""
     costs: CostModel = field(default_factory=lambda: AnalyticCosts(load_cluster("laptop")))
     """What things take, by which all ranks decide alike."""
+    fuses: bool = True
+    """Whether runs of compute will be compiled regions."""
     decompositions: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     """What the capture took apart: patterns are traced as the graph was."""
+    decisions: Decisions = field(default_factory=Decisions)
+    """What was decided, and what a plan says to decide."""
+    scratch: dict[str, object] = field(default_factory=dict)
+    """By pass: what deciding and applying both need, and is dear to make twice."""
     warnings: list[str] = field(default_factory=list)
     """Settings that could not take effect; errors under ``strict=True``."""
 

@@ -9,47 +9,39 @@ into or out of a flat buffer.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
-from fxzero.cost.model import Collective, CostModel, Message, message_of
+from fxzero.cost.model import CostModel
 from fxzero.errors import ConfigError
-from fxzero.graph import Lane, Segment, StepGraph
-from fxzero.graph.operators import num_bytes
+from fxzero.graph import Lane, Phase, Segment, StepGraph
+from fxzero.graph.launch import emit_launch, emit_wait
 from fxzero.graph.stamps import Role, set_stamp, stamp_of
-from fxzero.graph.step_graph import Transfer
-from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.graph.step_graph import TransferNodes
+from fxzero.passes.base import Context, Fact, Notes
+from fxzero.passes.decision import DecidingPass, Decision
 from fxzero.settings import at_least
+from fxzero.transfer import Transfer
 
 
-def _kind(transfer: Transfer) -> tuple[object, ...]:
-    """What must be equal for two transfers to share a collective."""
-    return (transfer.launch.target, transfer.launch.args[1:], transfer.tensors[0].meta["val"].dtype)
-
-
-def wire_bytes(transfer: Transfer) -> int:
-    """Bytes of the full tensors that a transfer assembles or takes apart."""
-    full = transfer.waits if transfer.stamp.lane is Lane.GATHER else transfer.tensors
-    return sum(num_bytes(node) for node in full)
-
-
-def group(transfers: list[Transfer], cap_bytes: int, min_bytes: int = 0) -> list[list[Transfer]]:
+def group(
+    transfers: list[TransferNodes], cap_bytes: int, min_bytes: int = 0
+) -> list[list[TransferNodes]]:
     """Split transfers, in order of need, into buckets: a layer's, then small ones with a
     neighbour."""
     return join_small(by_layer(transfers, cap_bytes), cap_bytes, min_bytes)
 
 
-def by_layer(transfers: list[Transfer], cap_bytes: int) -> list[list[Transfer]]:
+def by_layer(transfers: list[TransferNodes], cap_bytes: int) -> list[list[TransferNodes]]:
     """Buckets of one layer each, a layer above the cap in several."""
-    open_buckets: dict[tuple[object, ...], list[Transfer]] = {}
+    open_buckets: dict[tuple[object, ...], list[TransferNodes]] = {}
     sizes: dict[tuple[object, ...], int] = {}
-    buckets: list[list[Transfer]] = []
+    buckets: list[list[TransferNodes]] = []
     for transfer in transfers:
-        key = (transfer.stamp.layer, *_kind(transfer))
-        size = wire_bytes(transfer)
+        key = (transfer.stamp.layer, *transfer.record.combines)
+        size = transfer.record.full_bytes
         if key in open_buckets and sizes[key] + size <= cap_bytes:
             open_buckets[key].append(transfer)
             sizes[key] += size
@@ -61,19 +53,20 @@ def by_layer(transfers: list[Transfer], cap_bytes: int) -> list[list[Transfer]]:
 
 
 def join_small(
-    buckets: list[list[Transfer]], cap_bytes: int, min_bytes: int
-) -> list[list[Transfer]]:
+    buckets: list[list[TransferNodes]], cap_bytes: int, min_bytes: int
+) -> list[list[TransferNodes]]:
     """Let a bucket below the minimum travel with the next one, and the last with the one before.
 
     Joined buckets stay below the cap.
     """
-    joined: list[list[Transfer]] = []
+    joined: list[list[TransferNodes]] = []
     sizes: list[int] = []
     for i, bucket in enumerate(buckets):
-        size = sum(map(wire_bytes, bucket))
+        size = sum(transfer.record.full_bytes for transfer in bucket)
         last = i == len(buckets) - 1
         small = joined and (sizes[-1] < min_bytes or (last and size < min_bytes))
-        if small and _kind(joined[-1][0]) == _kind(bucket[0]) and sizes[-1] + size <= cap_bytes:
+        alike = joined and joined[-1][0].record.combines == bucket[0].record.combines
+        if small and alike and sizes[-1] + size <= cap_bytes:
             joined[-1] = joined[-1] + bucket
             sizes[-1] += size
         else:
@@ -86,102 +79,87 @@ LATENCY_SHARE = 0.1
 """How much of a bucket's time may be latency."""
 
 
-def least_bytes(costs: CostModel, kind: Collective, size: int) -> int:
-    """The bytes from which on a collective's latency is a small part of its time."""
-    small, large = (costs.transfer(Message(kind, amount, size)).wire_us for amount in (0, 1 << 20))
+def least_bytes(costs: CostModel, like: Transfer) -> int:
+    """The bytes from which on latency is a small part of a transfer's time."""
+    small, large = (costs.transfer(replace(like, full_bytes=b)).wire_us for b in (0, 1 << 20))
     us_per_byte = (large - small) / (1 << 20)
     if us_per_byte <= 0:
         return 0
     return int(small * (1 - LATENCY_SHARE) / LATENCY_SHARE / us_per_byte)
 
 
-def default_cap(transfers: list[Transfer], costs: CostModel, message: Message) -> int:
-    """The cap on the devices that the transfers run on, and for what their transfers cost.
+def default_cap(transfers: list[TransferNodes], costs: CostModel) -> int:
+    """The cap on the devices that the transfers run on, and for what they cost.
 
     On CPU buckets are small, and smaller still where the host moves the bytes itself: nothing
     can be hidden there, so that less in flight is all there is to win.
     """
     if any(t.tensors[0].meta["val"].device.type != "cpu" for t in transfers):
         return 256 << 20
-    cost = costs.transfer(replace(message, num_bytes=8 << 20))
+    cost = costs.transfer(replace(transfers[0].record, full_bytes=8 << 20, num_tensors=1))
     return (8 << 20) if cost.is_worth_hiding else (4 << 20)
 
 
-def merge(graph: StepGraph, transfers: list[Transfer], name: str) -> None:
+def merge(graph: StepGraph, transfers: list[TransferNodes], name: str) -> None:
     """Make one transfer of several. A gather moves to the first, a reduce to the last."""
-    lane = transfers[0].stamp.lane
-    params = tuple(key for t in transfers for key in t.stamp.params)
-    stamp = replace(transfers[0].stamp, params=params, bucket=name, made_by="bucket")
+    for transfer in transfers:
+        for node in (*transfer.prepare, *transfer.parts, *transfer.finish):
+            set_stamp(node, replace(stamp_of(node), bucket=name))
     if len(transfers) > 1:
-        _fuse(graph, transfers, stamp, first=lane is Lane.GATHER)
-        return
-    (only,) = transfers
-    for node in (*only.prepare, only.launch, *only.parts, *only.waits, *only.finish):
-        set_stamp(node, replace(stamp_of(node), bucket=name))
+        _fuse(graph, transfers, name)
+    else:
+        for node in (transfers[0].launch, transfers[0].wait):
+            set_stamp(node, replace(stamp_of(node), bucket=name))
 
 
-def _fuse(graph: StepGraph, transfers: list[Transfer], stamp: object, *, first: bool) -> None:
-    from fxzero.graph import Stamp
-
-    assert isinstance(stamp, Stamp)
+def _fuse(graph: StepGraph, transfers: list[TransferNodes], name: str) -> None:
+    """One launch and one wait instead of several; parts stand right behind the wait."""
+    gathers = transfers[0].stamp.lane is Lane.GATHER
     launches = [t.launch for t in transfers]
-    anchor = min(launches) if first else max(launches)
-    if first:
+    anchor = min(launches) if gathers else max(launches)
+    if gathers:
         for transfer in transfers:
             for node in transfer.prepare:
                 anchor.prepend(node)
-    sent = [node for t in transfers for node in t.tensors]
+    params = tuple(key for t in transfers for key in t.stamp.params)
+    stamp = replace(transfers[0].stamp, params=params, bucket=name, made_by="bucket")
+    record = transfers[0].record.joined(*(t.record for t in transfers[1:]))
     with graph.graph.inserting_before(anchor), graph.made_for(anchor):
-        launch = graph.call(
-            anchor.target,  # type: ignore[arg-type]
-            (sent, *anchor.args[1:]),
-            stamp=replace(stamp, role=Role.LAUNCH),
-            name=anchor.name,
-        )
-    position = 0
+        sent = [node for t in transfers for node in t.tensors]
+        launch = emit_launch(graph, sent, record, stamp, anchor.name)
+    before = min(t.wait for t in transfers) if gathers else launch.next
+    with graph.graph.inserting_before(before), graph.made_for(launch):
+        joined = emit_wait(graph, launch, stamp)
+    old = [part for t in transfers for part in t.parts]
+    behind = joined
+    for index, part in enumerate(old):
+        behind.append(part)
+        part.args = (joined, index)
+        behind = part
     for transfer in transfers:
-        for part, wait in zip(transfer.parts, transfer.waits, strict=True):
-            with graph.graph.inserting_before(wait):
-                piece = graph.call(
-                    operator.getitem,
-                    (launch, position),
-                    stamp=replace(stamp_of(part), bucket=stamp.bucket),
-                )
-            position += 1
-            part.replace_all_uses_with(piece)
-            graph.graph.erase_node(part)
-        for node in (*transfer.prepare, *transfer.waits, *transfer.finish):
-            set_stamp(node, replace(stamp_of(node), bucket=stamp.bucket))
+        graph.graph.erase_node(transfer.wait)
         graph.graph.erase_node(transfer.launch)
-    if not first:
-        _waits_after(launch, transfers)
+    if not gathers:
+        _follow(behind, transfers)
 
 
-def _waits_after(launch: fx.Node, transfers: list[Transfer]) -> None:
-    """Move what follows the earlier launches behind the joint one, in order."""
+def _follow(behind: fx.Node, transfers: list[TransferNodes]) -> None:
+    """Move what the earlier transfers were followed by behind the joint one, in order."""
     tail: list[fx.Node] = []
     for transfer in transfers:
-        for wait in transfer.waits:
-            tail += [*wait.all_input_nodes, wait]
         tail += transfer.finish
         sums = {u for n in transfer.results for u in n.users}
         tail += sorted(u for u in sums if stamp_of(u).role is Role.ACCUMULATE)
     for node in reversed(tail):
-        launch.append(node)
+        behind.append(node)
 
 
 def join_releases(graph: StepGraph) -> int:
     """End the lives of one bucket's parameters together, at the last one's end."""
-    owner_bucket = {
-        wait: t.stamp.bucket for t in graph.transfers(name="gather") for wait in t.waits
-    }
     by_bucket: dict[tuple[str, Segment], list[fx.Node]] = {}
     for node in graph.nodes(role=Role.RELEASE):
-        tensors = node.args[0]
-        assert isinstance(tensors, (list, tuple))
-        first = tensors[0]
-        assert isinstance(first, fx.Node)
-        key = (owner_bucket.get(first, node.name), stamp_of(node).segment)
+        first = node.all_input_nodes[0]
+        key = (stamp_of(first).bucket or node.name, stamp_of(node).segment)
         by_bucket.setdefault(key, []).append(node)
     for (bucket, _), nodes in by_bucket.items():
         last = nodes[-1]
@@ -194,12 +172,57 @@ def join_releases(graph: StepGraph) -> int:
 
 
 @dataclass(frozen=True)
-class Bucket(Pass):
+class Carried:
+    """One bucket: what one transfer shall carry."""
+
+    name: str
+    lane: Lane
+    phase: Phase
+    micro_step: int
+    axis: int
+    """Which of the segment's kinds of transfers on this lane, in order of their first one: a
+    reduce-scatter, then the all-reduce across replicas."""
+    params: tuple[str, ...]
+    """By name, in order."""
+    full_bytes: int
+
+
+@dataclass(frozen=True)
+class Buckets(Decision):
+    """What travels together."""
+
+    buckets: tuple[Carried, ...]
+    cap_bytes: tuple[int, ...]
+    """The caps that held, distinct ones."""
+    least_bytes: tuple[int, ...]
+    """Below what a bucket travels with a neighbour, where latency is a tenth of its time."""
+
+
+Along = tuple[object, ...]
+"""What a transfer does, and over which ranks."""
+
+
+def movable(graph: StepGraph, segment: Segment, lane: Lane) -> dict[Along, list[TransferNodes]]:
+    """The transfers of parameters or of gradients, kind by kind; a model's own stay as they are.
+
+    What goes to the same ranks in the same way is of one kind.
+    """
+    kinds: dict[Along, list[TransferNodes]] = {}
+    for transfer in graph.transfers(segment=segment, name=lane.value):
+        if transfer.of_parameters:
+            record = transfer.record
+            kinds.setdefault((record.kind, record.group, record.op), []).append(transfer)
+    return kinds
+
+
+@dataclass(frozen=True)
+class Bucket(DecidingPass[Buckets]):
     """Join the transfers of a layer, and small ones with a neighbour."""
 
     name: ClassVar[str] = "bucket"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GATHERED, Fact.REDUCED})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.BUCKETED})
+    decides: ClassVar[type[Any]] = Buckets
 
     cap_bytes: int | None = None
     """Most bytes of full tensors in one bucket. A larger parameter has its own. The default is
@@ -221,36 +244,104 @@ class Bucket(Pass):
                 f"{self.cap_bytes}: no bucket can be both. Raise the cap, or drop min_bytes."
             )
 
-    def _least(self, costs: CostModel, message: Message, cap_bytes: int) -> int:
+    def _least(self, costs: CostModel, like: Transfer, cap_bytes: int) -> int:
         """Below how many bytes a bucket travels with a neighbour."""
         if self.min_bytes is not None:
             return self.min_bytes
-        return min(least_bytes(costs, message.kind, message.size), cap_bytes // 4)
+        return min(least_bytes(costs, like), cap_bytes // 4)
 
-    def run(self, graph: StepGraph, ctx: Context) -> Notes:
-        """See the module's docstring."""
-        counts = {}
+    def question(self, graph: StepGraph, ctx: Context) -> str:
+        """Ranks bucket alike where they move the same parameters in the same order."""
+        moved = (t for t in graph.transfers() if t.of_parameters)
+        return "\n".join(f"{t.record.kind} {t.record.full_bytes} {t.stamp.params}" for t in moved)
+
+    def decide(self, graph: StepGraph, ctx: Context) -> Buckets:
+        """Split the transfers of each segment and kind, in order of need."""
+        found: list[Carried] = []
+        caps: dict[int, None] = {}
+        leasts: dict[int, None] = {}
         for lane in (Lane.GATHER, Lane.REDUCE):
             made = 0
             for segment in graph.segments():
-                # The all-reduce across replicas starts from what the reduce-scatter left,
-                # so each operator's transfers are joined before the next one's are looked at.
-                targets: dict[object, None] = {}
-                for transfer in graph.transfers(segment=segment, name=lane.value):
-                    targets[transfer.launch.target, transfer.launch.args[1:]] = None
-                for target in targets:
-                    chosen = [
-                        t
-                        for t in graph.transfers(segment=segment, name=lane.value)
-                        if (t.launch.target, t.launch.args[1:]) == target
-                    ]
-                    message = message_of(graph, chosen[0])
-                    cap = self.cap_bytes or default_cap(chosen, ctx.costs, message)
-                    least = self._least(ctx.costs, message, cap)
+                for axis, chosen in enumerate(movable(graph, segment, lane).values()):
+                    cap = self.cap_bytes or default_cap(chosen, ctx.costs)
+                    least = self._least(ctx.costs, chosen[0].record, cap)
+                    caps[cap] = leasts[least] = None
                     for members in group(chosen, cap, least):
-                        name = f"{lane.value}.{segment.phase.value}.{made}"
-                        merge(graph, members, name)
+                        found.append(
+                            Carried(
+                                name=f"{lane.value}.{segment.phase.value}.{made}",
+                                lane=lane,
+                                phase=segment.phase,
+                                micro_step=segment.micro_step,
+                                axis=axis,
+                                params=tuple(_label(graph, t) for t in members),
+                                full_bytes=sum(t.record.full_bytes for t in members),
+                            )
+                        )
                         made += 1
-            counts[lane.value] = made
+        return Buckets(tuple(found), tuple(caps), tuple(leasts))
+
+    def apply(self, graph: StepGraph, decision: Buckets, ctx: Context) -> Notes:
+        """Merge what shall travel together.
+
+        Raises:
+            ConfigError: the buckets do not carry every transfer once.
+        """
+        wanted: dict[tuple[Lane, Segment, int], list[Carried]] = {}
+        for bucket in decision.buckets:
+            place = (bucket.lane, Segment(bucket.phase, bucket.micro_step), bucket.axis)
+            wanted.setdefault(place, []).append(bucket)
+        counts = dict.fromkeys((Lane.GATHER, Lane.REDUCE), 0)
+        for lane in counts:
+            for segment in graph.segments():
+                # The all-reduce across replicas starts from what the reduce-scatter left, so
+                # transfers of one kind are joined before the next one's are looked at.
+                for axis, along in enumerate(movable(graph, segment, lane)):
+                    chosen = movable(graph, segment, lane)[along]
+                    buckets = wanted.pop((lane, segment, axis), [])
+                    for bucket, members in _members(graph, buckets, chosen):
+                        merge(graph, members, bucket.name)
+                    counts[lane] += len(buckets)
+        if wanted:
+            (lane, segment, _), *_ = wanted
+            raise ConfigError(
+                f"the plan has buckets for {lane.value} in {segment.phase.value}, micro-step "
+                f"{segment.micro_step}, where nothing of that kind travels"
+            )
         join_releases(graph)
-        return Notes(gathers=counts["gather"], reduces=counts["reduce"])
+        return Notes(gathers=counts[Lane.GATHER], reduces=counts[Lane.REDUCE])
+
+
+def _label(graph: StepGraph, transfer: TransferNodes) -> str:
+    """The name of the one parameter that a transfer carries before it is merged."""
+    (key,) = transfer.stamp.params
+    return graph.labels[key]
+
+
+def _members(
+    graph: StepGraph, buckets: list[Carried], transfers: list[TransferNodes]
+) -> list[tuple[Carried, list[TransferNodes]]]:
+    """What each bucket carries.
+
+    Raises:
+        ConfigError: a transfer is in none of them or in two, or cannot travel with the others.
+    """
+    by_label = {_label(graph, transfer): transfer for transfer in transfers}
+    named = [label for bucket in buckets for label in bucket.params]
+    if sorted(named) != sorted(by_label):
+        strange = sorted({*named} ^ {*by_label}) or sorted({n for n in named if named.count(n) > 1})
+        raise ConfigError(
+            f"the plan's buckets {[bucket.name for bucket in buckets]} must carry each of "
+            f"{len(by_label)} parameters once; look at {', '.join(strange[:4])}"
+        )
+    found = []
+    for bucket in buckets:
+        members = [by_label[label] for label in bucket.params]
+        if len({transfer.record.combines for transfer in members}) > 1:
+            raise ConfigError(
+                f"the plan's bucket {bucket.name} mixes dtypes or groups: "
+                f"{', '.join(bucket.params)}"
+            )
+        found.append((bucket, members))
+    return found

@@ -1,6 +1,6 @@
 """Take the norm of all gradients, and decide by it what the update does.
 
-    g = wait(reduce[0])                norms = norms([g, …])            one per bucket
+    g = wait(reduce)[0]                norms = norms([g, …])            one per bucket
     …                              →   sum = all_reduce(sum_of_squares(norms))
                                        norm = total_norm(sum); scale = clip_coefficient(norm)
 
@@ -12,7 +12,6 @@ are not finite tell the update to leave everything as it is.
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -20,15 +19,17 @@ import torch
 from torch import fx
 
 from fxzero.errors import ConfigError
-from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
+from fxzero.graph import Phase, Stamp, StepGraph
+from fxzero.graph.launch import emit_transfer, record_for
 from fxzero.groups import Group
+from fxzero.layout import Axis, AxisRole
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.passes.update import Ready, ready_together
 from fxzero.runtime import updates
 from fxzero.runtime.finite import Finite
+from fxzero.transfer import TransferKind
 
 _aten = torch.ops.aten
-_c10d = torch.ops._c10d_functional
 _STAMP = Stamp(Phase.OPTIMIZER, made_by="clip_grads")
 
 
@@ -57,17 +58,8 @@ def take_norm(graph: StepGraph, chosen: list[Ready], order: list[str]) -> tuple[
     (group,) = groups
     sharded = [i for i, key in enumerate(order) if graph.specs[key].shard_group is not None]
     squares = call(updates.sum_of_squares, (every, sharded), 1)
-    reduce = replace(_STAMP, lane=Lane.REDUCE, bucket="norm")
-    launch = graph.call(
-        _c10d.all_reduce_coalesced.default,
-        ([squares], "sum", group.name),
-        stamp=replace(reduce, role=Role.LAUNCH),
-        name="reduce_norm",
-    )
-    part = graph.call(operator.getitem, (launch, 0), stamp=replace(reduce, role=Role.PART))
-    joined = graph.call(
-        _c10d.wait_tensor.default, (part,), stamp=replace(reduce, role=Role.WAIT), name="norm"
-    )
+    record = record_for(TransferKind.ALL_REDUCE, Axis(AxisRole.SHARD, group), squares, "sum")
+    joined = emit_transfer(graph, squares, record, replace(_STAMP, bucket="norm"), "norm")
     replicated = [i for i in range(len(order)) if i not in set(sharded)]
     return every, call(updates.total_norm, (every, joined, replicated))
 

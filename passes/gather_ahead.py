@@ -19,16 +19,15 @@ import torch
 from torch import fx
 
 from fxzero._compat import resolve_process_group
-from fxzero.cost.model import message_of
 from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
 from fxzero.graph.stamps import stamp_of
-from fxzero.graph.step_graph import Transfer
+from fxzero.graph.step_graph import TransferNodes
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.runtime import collectives
 from fxzero.runtime.ahead import Ahead, Check, Launch, Take
 
 
-def first_transfers(graph: StepGraph) -> list[Transfer]:
+def first_transfers(graph: StepGraph) -> list[TransferNodes]:
     """The gathers that are launched before any compute."""
     first: set[fx.Node] = set()
     for node in graph.nodes():
@@ -40,7 +39,7 @@ def first_transfers(graph: StepGraph) -> list[Transfer]:
     return [t for t in graph.transfers(name=Lane.GATHER.value) if t.launch in first]
 
 
-def shards_of(transfer: Transfer) -> list[fx.Node]:
+def shards_of(transfer: TransferNodes) -> list[fx.Node]:
     """The graph inputs that a transfer is made of, through what prepares it."""
     own = {*transfer.prepare, transfer.launch}
     found = [n for node in sorted(own) for n in node.all_input_nodes if n not in own]
@@ -52,27 +51,25 @@ def last_updates(graph: StepGraph) -> dict[str, fx.Node]:
     return {key: node for node in graph.nodes(role=Role.UPDATE) for key in stamp_of(node).params}
 
 
-def preparation(transfer: Transfer, shards: list[fx.Node]) -> Any:
-    """A function from shards to what a gather sends of them."""
+def preparation(transfer: TransferNodes, shards: list[fx.Node]) -> Any:
+    """A function from shards to the list that a gather sends of them."""
     graph = fx.Graph()
     copies = {shard: graph.placeholder(f"shard_{i}") for i, shard in enumerate(shards)}
     for node in transfer.prepare:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    (sent,) = transfer.tensors
-    graph.output(copies[sent])
+    graph.output([copies[sent] for sent in transfer.tensors])
     module = fx.GraphModule(torch.nn.Module(), graph, class_name="Prepare")
     forward = type(module).forward
     return lambda *tensors: forward(module, *tensors)
 
 
-def take_ahead(graph: StepGraph, transfer: Transfer, shards: list[fx.Node]) -> Ahead:
+def take_ahead(graph: StepGraph, transfer: TransferNodes, shards: list[fx.Node]) -> Ahead:
     """Replace a launch by a take."""
     launch = transfer.launch
-    _, size, group = launch.args
-    assert isinstance(size, int)
-    assert isinstance(group, str)
-    rank = resolve_process_group(group).rank()
-    ahead = Ahead(preparation(transfer, shards), size, group, rank, launch.name)
+    record = transfer.record
+    rank = resolve_process_group(record.group).rank()
+    prepare = preparation(transfer, shards)
+    ahead = Ahead(prepare, record.size, record.group, rank, launch.name)
     stamp = replace(stamp_of(launch), made_by="gather_ahead")
     with graph.graph.inserting_before(launch), graph.made_for(launch):
         take = graph.call(
@@ -87,7 +84,7 @@ def take_ahead(graph: StepGraph, transfer: Transfer, shards: list[fx.Node]) -> A
 
 
 def launch_ahead(
-    graph: StepGraph, ahead: Ahead, transfer: Transfer, shards: list[fx.Node], after: fx.Node
+    graph: StepGraph, ahead: Ahead, transfer: TransferNodes, shards: list[fx.Node], after: fx.Node
 ) -> None:
     """Launch a gather for the next step behind a node."""
     stamp = Stamp(
@@ -98,6 +95,7 @@ def launch_ahead(
         params=transfer.stamp.params,
         bucket=transfer.stamp.bucket,
         made_by="gather_ahead",
+        transfer=transfer.record,
     )
     name = f"ahead_{ahead.__name__}"
     with graph.graph.inserting_after(after), graph.made_for(after):
@@ -135,7 +133,7 @@ class GatherAhead(Pass):
         for transfer in first_transfers(graph):
             if transfer.launch.target is not collectives.gather:
                 continue
-            cost = ctx.costs.transfer(message_of(graph, transfer))
+            cost = ctx.costs.transfer(transfer.record)
             if not cost.is_worth_hiding:
                 continue
             shards = shards_of(transfer)

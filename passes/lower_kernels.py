@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -28,7 +28,8 @@ from fxzero.errors import ConfigError, nearest
 from fxzero.graph import Phase, StepGraph
 from fxzero.graph.match import Pattern
 from fxzero.graph.stamps import set_stamp, stamp_of
-from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.passes.base import Context, Fact, Notes
+from fxzero.passes.decision import DecidingPass, Decision
 from fxzero.passes.find_idioms import Finder, Found, depends_on
 from fxzero.settings import at_least
 
@@ -139,11 +140,38 @@ def _leave_out(graph: StepGraph, term: fx.Node, inside: set[fx.Node]) -> None:
 
 
 @dataclass(frozen=True)
-class LowerKernels(Pass):
+class Place:
+    """Where a kernel could stand."""
+
+    kernel: str
+    output: str
+    """The node whose value it would compute."""
+    loses: str = ""
+    """Why torch's operators stay; empty where the kernel wins."""
+    speedup: float | None = None
+    """By the table."""
+
+
+@dataclass(frozen=True)
+class Kernels(Decision):
+    """Where kernels stand for what a model writes out."""
+
+    places: tuple[Place, ...] = ()
+    wanted: tuple[str, ...] = ()
+    """The kernels that were looked for."""
+    skipped: str = ""
+    """Why nothing was looked for."""
+    no_table_for: str = ""
+    """The GPU that nobody has measured kernels on."""
+
+
+@dataclass(frozen=True)
+class LowerKernels(DecidingPass[Kernels]):
     """Call our kernels where the model writes out what they do, and where they win."""
 
     name: ClassVar[str] = "lower_kernels"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.STAMPED})
+    decides: ClassVar[type[Any]] = Kernels
 
     enabled: bool = True
     """Look for kernels at all."""
@@ -172,10 +200,10 @@ class LowerKernels(Pass):
         if self.table:
             read_table(self.table)
 
-    def run(self, graph: StepGraph, ctx: Context) -> Notes:
-        """See the module's docstring."""
+    def decide(self, graph: StepGraph, ctx: Context) -> Kernels:
+        """Find what a kernel could stand for, and say of each whether it wins."""
         if not self.enabled:
-            return Notes()
+            return Kernels()
         forced = self._forced()
         gpu = _gpu_name(graph)
         on_cpu = gpu is None
@@ -184,19 +212,36 @@ class LowerKernels(Pass):
         if on_cpu and _has_large_product(graph, self.min_logits_bytes):
             wanted.add(_FOR_MEMORY)
         if _has_symbolic_sizes(graph):
-            return Notes(skipped="symbolic sizes: whether a kernel fits them is not known")
+            return Kernels(skipped="symbolic sizes: whether a kernel fits them is not known")
         if not wanted or graph.fake_mode is None:
-            return Notes(**({"no_table_for": gpu} if gpu and table is None else {}))
+            return Kernels(no_table_for=gpu or "" if table is None else "")
         from fxzero.kernels.patterns import IDIOMS
 
         finder = Finder(graph, ctx.decompositions)
+        places = []
+        for idiom in IDIOMS:
+            for found in finder.find(idiom) if idiom.kernel in wanted else ():
+                loses, speedup = self._loses(found, idiom.kernel in forced, table, on_cpu)
+                places.append(Place(idiom.kernel, found.output.name, loses, speedup))
+        return Kernels(tuple(places), tuple(sorted(wanted)))
+
+    def apply(self, graph: StepGraph, decision: Kernels, ctx: Context) -> Notes:
+        """Put in the kernels that win, where their results fit what reads them."""
+        if not decision.wanted:
+            notes = {"skipped": decision.skipped, "no_table_for": decision.no_table_for}
+            return Notes(**{name: value for name, value in notes.items() if value})
+        from fxzero.kernels.patterns import IDIOMS
+
+        places = {(place.kernel, place.output): place for place in decision.places}
+        finder = Finder(graph, ctx.decompositions)
         replaced: Counter[str] = Counter()
         for idiom in IDIOMS:
-            if idiom.kernel not in wanted:
+            if idiom.kernel not in decision.wanted:
                 continue
             changed = False
             for found in finder.find(idiom):
-                why_not = self._loses(found, idiom.kernel in forced, table, on_cpu)
+                place = places.get((idiom.kernel, found.output.name))
+                why_not = place.loses if place is not None else "not in the decision"
                 why_not = why_not or _replace(graph, found, finder.call(found))
                 if why_not:
                     finder.left.append((f"{idiom.kernel}: {why_not}", found.nodes))
@@ -229,19 +274,21 @@ class LowerKernels(Pass):
             raise ConfigError(f"lower_kernels.force={name!r}: {alone}{nearest(name, known)}")
         return names
 
-    def _loses(self, found: Found, forced: bool, table: KernelTable | None, on_cpu: bool) -> str:
-        """Why torch's operators are the better choice; empty if they are not."""
+    def _loses(
+        self, found: Found, forced: bool, table: KernelTable | None, on_cpu: bool
+    ) -> tuple[str, float | None]:
+        """Why torch's operators are the better choice, empty if they are not; and the speed-up."""
         if forced:
-            return ""
+            return "", None
         if table is None or (on_cpu and found.idiom.kernel == _FOR_MEMORY):
             products = (n for n in found.nodes if n.target in _PRODUCTS)
             logits = max((value_bytes(n) for n in products), default=0)
-            return "few logits" if logits < self.min_logits_bytes else ""
+            return "few logits" if logits < self.min_logits_bytes else "", None
         results = [t[0] for t in found.gradients if t]
         moved = sum(map(value_bytes, (*found.inputs, found.output, *results)))
         dtype = found.inputs[0].meta["val"].dtype
         speedup = table.speedup(found.idiom.kernel, dtype, moved)
-        return "no faster" if speedup is None or speedup < 1.0 else ""
+        return "no faster" if speedup is None or speedup < 1.0 else "", speedup
 
 
 def _gpu_name(graph: StepGraph) -> str | None:

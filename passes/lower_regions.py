@@ -20,12 +20,12 @@ import torch
 from torch import fx
 
 from fxzero.cost.analytic import work_of
+from fxzero.cost.workspace import region_bytes
 from fxzero.graph import Lane, Role, StepGraph
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.runtime.cutout import Cutout, cut_out, move_parts_together, runs
 from fxzero.runtime.regions import CACHE, Region, Structure
-from fxzero.schedule.memory import region_bytes
 
 
 class RegionBackend(StrEnum):

@@ -11,6 +11,7 @@ from fxzero.errors import ContractError
 from fxzero.graph import StepGraph
 from fxzero.graph.verify import verify
 from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.passes.decision import DecidingPass
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ def run_passes(
         observe: called with each record as soon as it exists.
     """
     check_contracts(passes, given)
+    given_passes = (step for step in passes if not isinstance(step, DecidingPass))
+    ctx.decisions.setup = " ".join(map(str, given_passes))
     facts = set(given)
     records = []
     text = graph.text() if keep_text else ""

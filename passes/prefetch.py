@@ -15,18 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from fxzero.errors import PassError
+from fxzero.errors import ConfigError, PassError
 from fxzero.graph import Lane, StepGraph
-from fxzero.graph.step_graph import Transfer
-from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.graph.step_graph import TransferNodes
+from fxzero.passes.base import Context, Fact, Notes
+from fxzero.passes.decision import DecidingPass, Decision
 from fxzero.runtime.cutout import move_parts_together
-from fxzero.schedule.agreement import agree
+from fxzero.schedule.engine import TaskGraph, replay
 from fxzero.schedule.keep import keep, keepable
 from fxzero.schedule.problem import Outline, Problem
 from fxzero.schedule.search import Found, best_order, fixed_order
-from fxzero.schedule.tasks import TaskGraph, replay
 from fxzero.settings import at_least
 
 KEEPS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
@@ -39,7 +39,7 @@ KEEP_SLACK = 0.03
 class Choice:
     """A decision for a graph."""
 
-    kept: tuple[Transfer, ...]
+    kept: tuple[TransferNodes, ...]
     problem: Problem
     found: Found
 
@@ -49,12 +49,12 @@ def default_budget(graph: TaskGraph) -> int:
     return replay(graph, fixed_order(graph, 2, 2)).peak_bytes
 
 
-def names_of(transfers: Sequence[Transfer]) -> frozenset[str]:
+def names_of(transfers: Sequence[TransferNodes]) -> frozenset[str]:
     """The buckets that transfers carry."""
     return frozenset(transfer.stamp.bucket for transfer in transfers)
 
 
-def choose(outline: Outline, candidates: list[Transfer], budget_bytes: int | None) -> Choice:
+def choose(outline: Outline, candidates: list[TransferNodes], budget_bytes: int | None) -> Choice:
     """The best order within the budget, with as many parameters kept as make it faster.
 
     Args:
@@ -97,19 +97,33 @@ def first_gathers(problem: Problem, order: Sequence[int]) -> set[str]:
     return found
 
 
-def question(graph: StepGraph, tasks: TaskGraph) -> str:
-    """What must be equal on two ranks for them to decide alike."""
-    names = [f"{task.name} {task.after}" for task in tasks.tasks]
-    return "\n".join([*names, *(f"{t.launch.target}" for t in graph.transfers())])
+@dataclass(frozen=True)
+class Order(Decision):
+    """When each task of a step is issued."""
+
+    kept: tuple[str, ...]
+    """Buckets of backward that are not gathered: it reads what forward has gathered."""
+    order: tuple[str, ...]
+    """The tasks, in the order in which they are issued."""
+    by: str
+    """How the order was found."""
+    step_us: float
+    """By the cost model."""
+    exposed_us: float
+    """How long compute stands still for transfers."""
+    held_bytes: int
+    """The most that gathered parameters and unreduced gradients take at once."""
+    budget_bytes: int | None
 
 
 @dataclass(frozen=True)
-class Prefetch(Pass):
+class Prefetch(DecidingPass[Order]):
     """Overlap transfers with compute, by cost or by a fixed distance."""
 
     name: ClassVar[str] = "prefetch"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.BUCKETED})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.SCHEDULED})
+    decides: ClassVar[type[Any]] = Order
 
     distance: int | None = None
     """How many buckets ahead of its use a gather starts; 0 starts it right before. None, the
@@ -131,11 +145,15 @@ class Prefetch(Pass):
         at_least("prefetch.reduce_distance", self.reduce_distance, 0)
         at_least("prefetch.budget_bytes", self.budget_bytes, 1)
 
-    def run(self, graph: StepGraph, ctx: Context) -> Notes:
-        """See the module's docstring."""
-        move_parts_together(graph)  # so that units are the regions that will be
-        cut = graph.loss is None
-        outline = Outline(graph, ctx.costs, cut=cut)
+    def question(self, graph: StepGraph, ctx: Context) -> str:
+        """Ranks order alike where they have the same tasks, whatever those take there."""
+        tasks = self._outline(graph, ctx).problem().graph.tasks
+        names = [f"{task.name} {task.after}" for task in tasks]
+        return "\n".join([*names, *(str(t.record.kind) for t in graph.transfers())])
+
+    def decide(self, graph: StepGraph, ctx: Context) -> Order:
+        """Search for an order, and for what to keep."""
+        outline = self._outline(graph, ctx)
         self._warn_of_unused(ctx)
         if self.distance is not None:
             problem = outline.problem()
@@ -143,35 +161,52 @@ class Prefetch(Pass):
             found = Found(order, replay(problem.graph, order), f"distance {self.distance}")
             choice = Choice((), problem, found)
         else:
-            choice = self._agreed(graph, outline)
-        order = choice.found.order
-        first = first_gathers(choice.problem, order)
-        keep(graph, list(choice.kept), cut=cut)
-        graph.reorder(choice.problem.node_order(order, first))
+            choice = choose(outline, keepable(graph) if self.keep else [], self.budget_bytes)
         result = choice.found.replay
-        return Notes(
-            tasks=len(choice.problem.graph),
+        names = choice.problem.names()
+        return Order(
+            kept=tuple(transfer.stamp.bucket for transfer in choice.kept),
+            order=tuple(names[index] for index in choice.found.order),
             by=choice.found.by,
-            kept=len(choice.kept),
-            step_us=round(result.makespan_us),
-            exposed_us=round(result.exposed_us),
+            step_us=result.makespan_us,
+            exposed_us=result.exposed_us,
             held_bytes=result.peak_bytes,
             budget_bytes=choice.problem.graph.budget_bytes,
         )
 
-    def _agreed(self, graph: StepGraph, outline: Outline) -> Choice:
-        """Choose, or take what the first rank chose."""
-        candidates = keepable(graph) if self.keep else []
-        choice = choose(outline, candidates, self.budget_bytes)
-        asked = question(graph, outline.problem().graph)
-        answer = [len(choice.kept), list(choice.found.order)]
-        agreed = agree(graph.identity, asked, answer)
-        if agreed == answer:
-            return choice
-        count, order = agreed
-        kept = tuple(candidates[:count])
-        problem = outline.problem(choice.problem.graph.budget_bytes, names_of(kept))
-        return Choice(kept, problem, Found(tuple(order), replay(problem.graph, order), "agreed"))
+    def apply(self, graph: StepGraph, decision: Order, ctx: Context) -> Notes:
+        """Put the nodes into the order that a decision means.
+
+        Raises:
+            ConfigError: it is no order of this graph's tasks.
+        """
+        cut = graph.loss is None
+        kept = _kept(graph, decision.kept)
+        problem = self._outline(graph, ctx).problem(kept=names_of(kept))
+        order = _indices(problem, decision.order)
+        first = first_gathers(problem, order)
+        keep(graph, kept, cut=cut)
+        graph.reorder(problem.node_order(order, first))
+        ctx.scratch.pop(self.name, None)
+        return Notes(
+            tasks=len(problem.graph),
+            by=decision.by,
+            kept=len(kept),
+            step_us=round(decision.step_us),
+            exposed_us=round(decision.exposed_us),
+            held_bytes=decision.held_bytes,
+            budget_bytes=decision.budget_bytes,
+        )
+
+    def _outline(self, graph: StepGraph, ctx: Context) -> Outline:
+        """The graph's units and transfers, made once for each graph."""
+        known = ctx.scratch.get(self.name)
+        if isinstance(known, Outline) and known.step is graph:
+            return known
+        move_parts_together(graph)  # so that units are the regions that will be
+        made = Outline(graph, ctx.costs, cut=graph.loss is None, fuses=ctx.fuses)
+        ctx.scratch[self.name] = made
+        return made
 
     def _warn_of_unused(self, ctx: Context) -> None:
         """Say which settings have no effect beside the others."""
@@ -185,3 +220,43 @@ class Prefetch(Pass):
                 f"prefetch.budget_bytes={self.budget_bytes} has no effect beside "
                 f"prefetch.distance={self.distance}"
             )
+
+
+def _kept(graph: StepGraph, names: Sequence[str]) -> list[TransferNodes]:
+    """The transfers of the buckets that are kept.
+
+    Raises:
+        ConfigError: one cannot be.
+    """
+    candidates = {transfer.stamp.bucket: transfer for transfer in keepable(graph)}
+    for name in names:
+        if name not in candidates:
+            known = ", ".join(candidates) or "none"
+            raise ConfigError(f"the plan keeps bucket {name!r}, and could keep: {known}")
+    return [candidates[name] for name in names]
+
+
+def _indices(problem: Problem, names: Sequence[str]) -> list[int]:
+    """An order of tasks by their names.
+
+    Raises:
+        ConfigError: a task is missing, or twice there, or stands before what it needs.
+    """
+    index = {name: i for i, name in enumerate(problem.names())}
+    if sorted(names) != sorted(index):
+        strange = sorted({*names} ^ {*index}) or sorted({n for n in names if [*names].count(n) > 1})
+        raise ConfigError(
+            f"the plan's order must name each of {len(index)} tasks once; look at "
+            f"{', '.join(strange[:4])}. Where buckets were changed, drop the order of prefetch: it "
+            "is then made anew."
+        )
+    order = [index[name] for name in names]
+    place = {task: position for position, task in enumerate(order)}
+    for task in order:
+        for before in problem.graph.tasks[task].after:
+            if place[before] > place[task]:
+                tasks = problem.names()
+                raise ConfigError(
+                    f"the plan's order has {tasks[task]!r} before {tasks[before]!r}, which it needs"
+                )
+    return order

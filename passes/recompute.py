@@ -14,16 +14,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
 from fxzero._compat import checkpoint_tag
+from fxzero.errors import ConfigError
 from fxzero.graph import Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import is_cheap, is_pure, num_bytes
 from fxzero.graph.stamps import set_stamp, stamp_of
-from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.passes.base import Context, Fact, Notes
+from fxzero.passes.decision import DecidingPass, Decision
 from fxzero.passes.stamp import sink_backward
 from fxzero.settings import at_least
 
@@ -45,11 +47,11 @@ def asked_to_repeat(node: fx.Node) -> bool:
 
 
 def cheap_expression(
-    node: fx.Node, max_nodes: int, mutated: Collection[fx.Node] = ()
+    node: fx.Node, max_nodes: int, saved: Collection[fx.Node], mutated: Collection[fx.Node] = ()
 ) -> list[fx.Node] | None:
     """The cheap nodes that compute `node` from what backward has, in graph order.
 
-    Backward has the graph's inputs but for those `mutated` meanwhile, what is saved already,
+    Backward has the graph's inputs but for those `mutated` meanwhile, what is `saved` already,
     and the parameters. None if there is no such expression of at most `max_nodes` nodes.
     """
     found: set[fx.Node] = set()
@@ -66,9 +68,9 @@ def cheap_expression(
         for source in current.all_input_nodes:
             if source in mutated:
                 return None
-            has_it = source.op == "placeholder" or is_saved(source)
+            has_it = source.op == "placeholder" or source in saved
             if stamp_of(source).role is Role.UNSHARD:
-                has_it = is_saved(source) or num_bytes(source) <= num_bytes(node)
+                has_it = source in saved or num_bytes(source) <= num_bytes(node)
             if not has_it:
                 queue.append(source)
     return sorted(found)
@@ -100,12 +102,34 @@ def repeat(
 
 
 @dataclass(frozen=True)
-class Recompute(Pass):
+class Repeated:
+    """One value that backward computes again."""
+
+    value: str
+    """The forward node."""
+    nodes: tuple[str, ...]
+    """What is repeated for it, in order, itself included."""
+    saved_bytes: int
+    """What need not be kept; 0 of a view."""
+    asked: bool
+    """Whether `torch.utils.checkpoint` asked for it."""
+
+
+@dataclass(frozen=True)
+class Repetitions(Decision):
+    """What backward repeats, later values first."""
+
+    values: tuple[Repeated, ...]
+
+
+@dataclass(frozen=True)
+class Recompute(DecidingPass[Repetitions]):
     """Trade saved activations for cheap repeated compute."""
 
     name: ClassVar[str] = "recompute"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.STAMPED})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.RECOMPUTED})
+    decides: ClassVar[type[Any]] = Repetitions
 
     max_nodes: int = 16
     """Most cheap operators to repeat for one saved activation; 0 repeats only what
@@ -116,29 +140,58 @@ class Recompute(Pass):
         super().__post_init__()
         at_least("recompute.max_nodes", self.max_nodes, 0)
 
-    def run(self, graph: StepGraph, ctx: Context) -> Notes:
-        """See the module's docstring."""
-        made: dict[fx.Node, fx.Node] = {}
-        first = next(graph.nodes(phase=Phase.BACKWARD), graph.output)
+    def decide(self, graph: StepGraph, ctx: Context) -> Repetitions:
+        """Go through what is saved, from the end, as if each choice were applied at once."""
         outputs = set(graph.output_values[: graph.num_forward_outputs])
-        saved_bytes = 0
-        asked = 0
-        for node in reversed(list(graph.nodes(phase=Phase.FORWARD, role=Role.COMPUTE))):
-            if not is_saved(node) or node in outputs:
+        forward = list(graph.nodes(phase=Phase.FORWARD, role=Role.COMPUTE))
+        saved = {node for node in graph.nodes(phase=Phase.FORWARD) if is_saved(node)}
+        repeated: set[fx.Node] = set()
+        found: list[Repeated] = []
+        for node in reversed(forward):
+            if node not in saved or node in outputs:
                 continue
             reads_mutated = not graph.mutated.isdisjoint(node.all_input_nodes)
-            if asked_to_repeat(node) and not reads_mutated:
-                chosen: list[fx.Node] | None = [node]
-                asked += 1
-            elif is_view(node) and not reads_mutated:
-                chosen = [node]  # then its base is what is saved, or not
+            asked = asked_to_repeat(node) and not reads_mutated
+            if asked or (is_view(node) and not reads_mutated):
+                chosen: list[fx.Node] | None = [node]  # of a view its base is saved, or not
             elif self.max_nodes:
-                chosen = cheap_expression(node, self.max_nodes, graph.mutated)
+                chosen = cheap_expression(node, self.max_nodes, saved, graph.mutated)
             else:
                 chosen = None
-            if chosen:
-                first = repeat(graph, chosen, made, before=first)
-                saved_bytes += 0 if is_view(node) else num_bytes(node)
+            if not chosen:
+                continue
+            saved.difference_update(chosen)
+            for source in (s for n in chosen for s in n.all_input_nodes):
+                if source not in repeated and source not in chosen and _is_of_forward(source):
+                    saved.add(source)
+            repeated.update(chosen)
+            names = tuple(n.name for n in chosen)
+            found.append(Repeated(node.name, names, 0 if is_view(node) else num_bytes(node), asked))
+        return Repetitions(tuple(found))
+
+    def apply(self, graph: StepGraph, decision: Repetitions, ctx: Context) -> Notes:
+        """Copy what is repeated into backward.
+
+        Raises:
+            ConfigError: the decision names what is no forward node.
+        """
+        nodes = {n.name: n for n in graph.nodes(phase=Phase.FORWARD, role=Role.COMPUTE)}
+        made: dict[fx.Node, fx.Node] = {}
+        first = next(graph.nodes(phase=Phase.BACKWARD), graph.output)
+        for value in decision.values:
+            for name in value.nodes:
+                if name not in nodes:
+                    raise ConfigError(f"the plan repeats {name!r}, which is no forward node")
+            first = repeat(graph, [nodes[name] for name in value.nodes], made, before=first)
         if made:
             sink_backward(graph)
-        return Notes(repeated=len(made), for_checkpoint=asked, unsaved_bytes=saved_bytes)
+        return Notes(
+            repeated=len(made),
+            for_checkpoint=sum(value.asked for value in decision.values),
+            unsaved_bytes=sum(value.saved_bytes for value in decision.values),
+        )
+
+
+def _is_of_forward(node: fx.Node) -> bool:
+    """Whether a node is a call of forward: what is saved if backward reads it."""
+    return node.op == "call_function" and stamp_of(node).phase is Phase.FORWARD

@@ -24,6 +24,7 @@ from fxzero.graph.aliases import root, view_base
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.runtime.cutout import end_of_run
 
 MIN_BYTES = 1 << 12
 """Smaller tensors are not worth a call."""
@@ -87,7 +88,7 @@ class ReleaseSaved(Pass):
             last = last_reader(node)
             if last is None:
                 continue
-            ends.setdefault(_end_of_run(last), []).append(node)
+            ends.setdefault(end_of_run(last), []).append(node)
             freed_bytes += num_bytes(node)
         for last, nodes in ends.items():
             with graph.graph.inserting_after(last):
@@ -102,15 +103,3 @@ class ReleaseSaved(Pass):
                     ),
                 )
         return Notes(released=sum(len(n) for n in ends.values()), bytes=freed_bytes)
-
-
-def _end_of_run(node: fx.Node) -> fx.Node:
-    """The last node of the run of compute that holds `node`, so that no region is split."""
-    layer = stamp_of(node).layer
-    while (
-        node.next.op == "call_function"
-        and stamp_of(node.next).role is Role.COMPUTE
-        and stamp_of(node.next).layer == layer
-    ):
-        node = node.next
-    return node

@@ -1,6 +1,6 @@
 """Turn "here the gradient becomes a shard" into reductions.
 
-    g = reshard_grad(dw)                 reduce = reduce_scatter([dw]); g = wait(reduce[0])
+    g = reshard_grad(dw)                 reduce = reduce_scatter([dw]); g = wait(reduce)[0]
     return g                         →   return g
 
 A parameter that was read many times has many gradients: they are summed first and
@@ -12,7 +12,6 @@ two-axis mesh a shard is all-reduced across its replicas after the reduce-scatte
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -22,14 +21,14 @@ from torch import fx
 from fxzero.errors import CaptureError, PassError
 from fxzero.graph import Lane, Phase, Role, Segment, Stamp, StepGraph
 from fxzero.graph.aliases import is_view
+from fxzero.graph.launch import emit_transfer, record_for
 from fxzero.graph.stamps import stamp_of
-from fxzero.groups import Group
 from fxzero.params import GradSync, ParamSpec
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.runtime.updates import laid_out_like
+from fxzero.transfer import TransferKind
 
 _aten = torch.ops.aten
-_c10d = torch.ops._c10d_functional
 
 
 def full_gradients(node: fx.Node) -> list[fx.Node]:
@@ -51,30 +50,6 @@ def full_gradients(node: fx.Node) -> list[fx.Node]:
     )
 
 
-def _collective(
-    graph: StepGraph,
-    tensor: fx.Node,
-    target: torch._ops.OpOverload,
-    arguments: tuple[object, ...],
-    stamp: Stamp,
-) -> fx.Node:
-    """Emit one asynchronous collective over one tensor, and its wait."""
-    launch = graph.call(
-        target,
-        ([tensor], *arguments),
-        stamp=replace(stamp, role=Role.LAUNCH),
-        name=f"reduce_{stamp.layer.replace('.', '_')}",
-    )
-    part = graph.call(operator.getitem, (launch, 0), stamp=replace(stamp, role=Role.PART))
-    return graph.call(_c10d.wait_tensor.default, (part,), stamp=replace(stamp, role=Role.WAIT))
-
-
-def _all_reduce(graph: StepGraph, tensor: fx.Node, group: Group, stamp: Stamp) -> fx.Node:
-    return _collective(
-        graph, tensor, _c10d.all_reduce_coalesced.default, ("avg", group.name), stamp
-    )
-
-
 def reduce(
     graph: StepGraph, total: fx.Node, spec: ParamSpec, stamp: Stamp, compute: Stamp
 ) -> fx.Node:
@@ -87,7 +62,7 @@ def reduce(
     prepare = replace(stamp, role=Role.PREPARE)
     finish = replace(stamp, role=Role.FINISH)
     value: torch.Tensor = total.meta["val"]
-    communicates = spec.shard_group is not None or spec.replica_groups
+    communicates = bool(spec.layout.reductions)
     if communicates and value.layout is not torch.strided:
         raise CaptureError(
             f"the gradient of {spec.name} is sparse ({value.layout}), and ranks exchange dense "
@@ -105,25 +80,17 @@ def reduce(
             stamp=compute,
         )
     part = total
-    if spec.shard_group is not None:
-        if spec.is_padded:
+    for kind, axis in spec.layout.reductions:
+        padded = spec.is_padded and kind is TransferKind.REDUCE_SCATTER
+        if padded:
             padding = [0, 0] * (len(spec.shape) - 1) + [0, spec.padded_rows - spec.shape[0]]
             part = graph.call(_aten.constant_pad_nd.default, (part, padding), stamp=prepare)
-        group = spec.shard_group
-        part = _collective(
-            graph,
-            part,
-            _c10d.reduce_scatter_tensor_coalesced.default,
-            ("avg", group.size, group.name),
-            stamp,
-        )
-        if spec.is_padded:
+        part = emit_transfer(graph, part, record_for(kind, axis, part, "avg"), stamp)
+        if padded:
             rows = spec.local_shape[0]
             part = graph.call(_aten.slice.Tensor, (part, 0, 0, rows), stamp=finish)
             if spec.replica_groups:
                 part = graph.call(_aten.clone.default, (part,), stamp=finish)
-    for group in spec.replica_groups:
-        part = _all_reduce(graph, part, group, stamp)
     if part.meta["val"].dtype != spec.dtype:
         part = graph.call(_aten._to_copy.default, (part,), {"dtype": spec.dtype}, stamp=finish)
     return part

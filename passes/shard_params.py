@@ -1,6 +1,6 @@
 """Turn "the full parameter is needed here" into gathers, waits and releases.
 
-    w = unshard(shard)                       gather = all_gather([shard]); w = wait(gather[0])
+    w = unshard(shard)                       gather = all_gather([shard]); w = wait(gather)[0]
     y = mm(x, w)                         →   y = mm(x, w)
                                              release([w])
 
@@ -13,7 +13,6 @@ micro-batches, stage 3 gathers for each of them, stages 1 and 2 once.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -23,6 +22,7 @@ from torch import fx
 from fxzero.errors import CaptureError
 from fxzero.graph import Lane, Role, Segment, Stamp, StepGraph
 from fxzero.graph.aliases import is_view
+from fxzero.graph.launch import emit_transfer, record_for
 from fxzero.graph.operators import is_cast_or_copy
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.graph.step_graph import source_line
@@ -30,7 +30,6 @@ from fxzero.params import ParamSpec
 from fxzero.passes.base import Context, Fact, Notes, Pass
 
 _aten = torch.ops.aten
-_c10d = torch.ops._c10d_functional
 
 
 def shard_source(node: fx.Node) -> fx.Node:
@@ -57,19 +56,10 @@ def gather(graph: StepGraph, source: fx.Node, spec: ParamSpec, stamp: Stamp) -> 
         missing = spec.chunk_rows - spec.local_shape[0]
         padding = [0, 0] * (len(spec.shape) - 1) + [0, missing]
         part = graph.call(_aten.constant_pad_nd.default, (part, padding), stamp=prepare)
-    launch = graph.call(
-        _c10d.all_gather_into_tensor_coalesced.default,
-        ([part], spec.shard_group.size, spec.shard_group.name),
-        stamp=replace(stamp, role=Role.LAUNCH),
-        name=f"gather_{spec.layer.replace('.', '_')}",
-    )
-    piece = graph.call(operator.getitem, (launch, 0), stamp=replace(stamp, role=Role.PART))
-    full = graph.call(
-        _c10d.wait_tensor.default,
-        (piece,),
-        stamp=replace(stamp, role=Role.WAIT),
-        name=spec.name.replace(".", "_"),
-    )
+    full = part
+    for kind, axis in spec.layout.gathers:
+        record = record_for(kind, axis, full)
+        full = emit_transfer(graph, full, record, stamp, spec.name.replace(".", "_"))
     if spec.is_padded:
         full = graph.call(
             _aten.slice.Tensor,

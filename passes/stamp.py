@@ -2,7 +2,7 @@
 
     phase   forward is what the forward's outputs need; the rest is backward
     layer   from the module stack; in backward from the forward node of equal sequence
-    role    markers, inputs and outputs; everything else is compute
+    role    markers, inputs and outputs, the model's own collectives; the rest is compute
 
 Backward nodes that need no gradient (they only prepare saved values) move down to
 their first use, so that they hold no memory before it.
@@ -11,7 +11,7 @@ their first use, so that they hold no memory before it.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -19,6 +19,14 @@ from torch import fx
 
 from fxzero.errors import CaptureError
 from fxzero.graph import Phase, Role, Stamp, StepGraph
+from fxzero.graph.launch import (
+    LANES,
+    WAIT_OF_CALL,
+    emit_part,
+    emit_wait,
+    is_wait_of_call,
+    record_of_call,
+)
 from fxzero.graph.modules import module_path
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.params import layer_of
@@ -114,6 +122,58 @@ def _check_markers(node: fx.Node, graph: StepGraph) -> None:
         raise CaptureError(f"node {node.name} reads the unknown parameter {key!r}")
 
 
+def own_transfers(graph: StepGraph) -> int:
+    """Stamp the collectives that the model brings itself: they are transfers like any other.
+
+    Each is given one wait, right behind it where its author had none.
+
+    Returns:
+        How many there are.
+    """
+    count = 0
+    for node in list(graph.nodes()):
+        record = record_of_call(node)
+        if record is None:
+            continue
+        count += 1
+        stamp = replace(stamp_of(node), lane=LANES[record.kind])
+        set_stamp(node, replace(stamp, role=Role.LAUNCH, transfer=record))
+        if isinstance(node.meta["val"], (list, tuple)):
+            _wait_for_list(graph, node, stamp)
+            continue
+        waits = sorted(user for user in node.users if is_wait_of_call(user))
+        if not waits or len(waits) < len(node.users):
+            with graph.graph.inserting_after(node), graph.made_for(node):
+                wait = graph.call(WAIT_OF_CALL, (node,), stamp=stamp)
+            node.replace_all_uses_with(wait, delete_user_cb=lambda user: user is not wait)  # noqa: B023
+        else:
+            wait = waits[0]
+        for other in waits:
+            if other is not wait:
+                other.replace_all_uses_with(wait)
+                graph.graph.erase_node(other)
+        set_stamp(wait, replace(stamp_of(wait), lane=stamp.lane, role=Role.WAIT))
+    return count
+
+
+def _wait_for_list(graph: StepGraph, launch: fx.Node, stamp: Stamp) -> None:
+    """Join a model's coalesced collective by one wait, where its first tensor was waited for."""
+    parts = list(launch.users)
+    first = min((wait for old in parts for wait in old.users), default=launch.next)
+    with graph.graph.inserting_before(first), graph.made_for(launch):
+        joined = emit_wait(graph, launch, stamp)
+        new = [emit_part(graph, joined, i, stamp) for i in range(len(launch.meta["val"]))]
+    for old in parts:
+        index = old.args[1]
+        assert isinstance(index, int)
+        for user in list(old.users):
+            if is_wait_of_call(user):
+                user.replace_all_uses_with(new[index])
+                graph.graph.erase_node(user)
+        old.replace_all_uses_with(new[index])
+        graph.graph.erase_node(old)
+
+
 @dataclass(frozen=True)
 class StampNodes(Pass):
     """Write phase, layer and role on every node."""
@@ -129,7 +189,6 @@ class StampNodes(Pass):
             if node.target is operator.getitem and node.args[0] in forward:
                 forward.add(node)
         layer = layers(graph.graph)
-        backward_nodes = []
         for node in graph.graph.nodes:
             phase = Phase.FORWARD if node in forward else Phase.BACKWARD
             if node.op == "placeholder":
@@ -146,8 +205,8 @@ class StampNodes(Pass):
                     _check_markers(node, graph)
                     params = (str(node.args[1]),)
                 set_stamp(node, Stamp(phase, role=role, layer=layer[node], params=params))
-                if phase is Phase.BACKWARD:
-                    backward_nodes.append(node)
+        own_transfers(graph)
+        backward_nodes = list(graph.nodes(phase=Phase.BACKWARD))
         graph.reorder(backward_nodes)
         moved = sink_backward(graph)
         return Notes(

@@ -1,6 +1,6 @@
 """End every gradient in the update of its parameter.
 
-    g = wait(reduce[0])                    g = wait(reduce[0])
+    g = wait(reduce)[0]                    g = wait(reduce)[0]
     return loss, g                     →   adamw([p], [g], [[exp_avg], …, [step]], group_0, …)
                                            return loss
 
@@ -60,7 +60,7 @@ def _bucket(node: fx.Node) -> str:
             return stamp.bucket
         if stamp.role is Role.ACCUMULATE:
             node = node.all_input_nodes[-1]
-        elif stamp.role in (Role.WAIT, Role.FINISH):
+        elif stamp.role in (Role.PART, Role.WAIT, Role.FINISH):
             node = node.all_input_nodes[0]
         else:
             break

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, fx
 
 from fxzero.graph import StepGraph
+from fxzero.graph.launch import wait
 from fxzero.params import ParamSpec
 from fxzero.runtime import collectives
 
 _c10d = torch.ops._c10d_functional
 _fxzero = torch.ops.fxzero
 
-_ONE_BY_ONE = {
+_OF_GLOO = {
     collectives.gather,
     collectives.exchange,
     collectives.all_reduce,
@@ -123,10 +124,10 @@ class Lockstep:
             return self.launch(sent, lambda full: list(_mean(full).chunk(len(full))))
         if target is _c10d.all_reduce_coalesced.default:
             return self.launch(sent, lambda full: [_mean(full)] * len(full))
-        if target in _ONE_BY_ONE:
-            return self.one_by_one(target, arguments)
-        if target is _c10d.wait_tensor.default:
-            return [buffer.copy_(self.pending.pop(buffer.data_ptr())) for buffer in sent]
+        if target in _OF_GLOO:
+            return self.of_gloo(target, arguments)
+        if target is wait:
+            return [[self.arrived(buffer) for buffer in buffers] for buffers in sent]
         if target is _fxzero.release.default:
             for tensors in sent:
                 for tensor in tensors:
@@ -145,39 +146,48 @@ class Lockstep:
                 buffers[rank].append(buffer)
         return buffers
 
-    def one_by_one(self, target: Any, arguments: Sequence[tuple[Any, Any]]) -> Values:
-        """fxzero's own collectives: one tensor each, and memory that ends with the join."""
+    def arrived(self, buffer: Tensor) -> Tensor:
+        """Deliver what a launch has promised."""
+        return buffer.copy_(self.pending.pop(buffer.data_ptr()))
+
+    def of_gloo(self, target: Any, arguments: Sequence[tuple[Any, Any]]) -> Values:
+        """fxzero's own collectives: memory that ends with the join."""
         first = [args[0] for args, _ in arguments]
         if target is collectives.gather:
-            return self.start(first, torch.cat, [None] * len(first))
+            return self.start(first, torch.cat)
         if target is collectives.exchange:
-            owned = [args[0] if args[3] else None for args, _ in arguments]
-            return self.start(first, _all_to_all, owned)
+            return self.start(first, _all_to_all, [args[3] for args, _ in arguments])
         if target is collectives.all_reduce:
-            return self.start(first, _sum, [None] * len(first))
-        joined: Values = []
-        for buffer, (args, _) in zip(first, arguments, strict=True):
-            value = buffer.copy_(self.pending.pop(buffer.data_ptr()))
-            if target is collectives.join_sum:
-                value = value.div_(args[1])
-            elif target is collectives.join_exchange:
-                value = value.view(args[1], -1, *value.shape[1:]).mean(0)
-                sent = self.owned.pop(buffer.data_ptr())
-                if sent is not None:
-                    sent.fill_(math.nan)
-            joined.append(value)
-        return joined
+            return self.start(first, _sum)
+        return [
+            [self.joined(target, buffer, args) for buffer in buffers]
+            for buffers, (args, _) in zip(first, arguments, strict=True)
+        ]
 
-    def start(self, sent: Values, collective: Any, owned: Values) -> Values:
-        """Start a collective on one tensor; `owned` ends when it is joined."""
-        results = collective(sent)
-        results = results if isinstance(results, list) else [results] * len(sent)
-        buffers = []
-        for result, own in zip(results, owned, strict=True):
-            buffer = torch.full_like(result, math.nan)
-            self.pending[buffer.data_ptr()] = result.clone()
-            self.owned[buffer.data_ptr()] = own
-            buffers.append(buffer)
+    def joined(self, target: Any, buffer: Tensor, args: Sequence[Any]) -> Tensor:
+        """One tensor of what is joined."""
+        value = self.arrived(buffer)
+        if target is collectives.join_sum:
+            value = value.div_(args[1])
+        elif target is collectives.join_exchange:
+            value = value.view(args[1], -1, *value.shape[1:]).mean(0)
+        sent = self.owned.pop(buffer.data_ptr())
+        if sent is not None:
+            sent.fill_(math.nan)
+        return value
+
+    def start(self, sent: Values, collective: Any, own: Values | None = None) -> Values:
+        """Start a collective on each rank's tensors; those that are `own` end at the join."""
+        buffers: Values = [[] for _ in sent]
+        for index, tensors in enumerate(zip(*sent, strict=True)):
+            results = collective(list(tensors))
+            results = results if isinstance(results, list) else [results] * len(sent)
+            for rank, result in enumerate(results):
+                buffer = torch.full_like(result, math.nan)
+                self.pending[buffer.data_ptr()] = result.clone()
+                ends = own is not None and own[rank][index]
+                self.owned[buffer.data_ptr()] = tensors[rank] if ends else None
+                buffers[rank].append(buffer)
         return buffers
 
     def unshard(self, shards: Sequence[Tensor], specs: Sequence[ParamSpec]) -> Values:

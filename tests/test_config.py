@@ -48,7 +48,7 @@ def test_ready_made_objects_are_taken() -> None:
             (
                 "options has no setting 'prefech': did you mean 'prefetch'? Known: bucket, "
                 "cost, cuda_graph, gather_ahead, keep_text, lower_kernels, lower_regions, "
-                "prefetch, recompute, stop_unless_finite, strict"
+                "plan, prefetch, recompute, stop_unless_finite, strict"
             ),
         ),
         (
@@ -62,8 +62,8 @@ def test_ready_made_objects_are_taken() -> None:
             {"zzz": 1},
             (
                 "options has no setting 'zzz': Known: bucket, cost, cuda_graph, gather_ahead, "
-                "keep_text, lower_kernels, lower_regions, prefetch, recompute, stop_unless_finite, "
-                "strict"
+                "keep_text, lower_kernels, lower_regions, plan, prefetch, recompute, "
+                "stop_unless_finite, strict"
             ),
         ),
         (

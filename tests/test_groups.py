@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 
 from fxzero import ShardingError, init_distributed
-from fxzero.groups import Group, backend_of, replica_axis, resolve_mesh, shard_axis
+from fxzero.groups import Group, axes_of, backend_of, resolve_mesh
 from fxzero.inspect.capture import fake_ranks
+from fxzero.layout import AxisRole, Layout
+from fxzero.transfer import TransferKind
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -47,9 +50,8 @@ def test_an_existing_group_is_used() -> None:
         assert group is dist.group.WORLD
         mesh = resolve_mesh(None, "cpu")
         assert mesh is not None
-        axis = shard_axis(mesh)
+        (axis,) = axes_of(mesh)
         assert (axis.size, axis.rank) == (8, 3)
-        assert replica_axis(mesh) is None
         assert backend_of(axis.name, "cpu") == "fake"
         assert Group.of(mesh.get_group()) == axis
 
@@ -59,8 +61,7 @@ def test_two_axes() -> None:
     with fake_ranks(8, rank=6):
         mesh = init_device_mesh("cpu", (2, 4))
         assert resolve_mesh(mesh, "cpu") is mesh
-        inside, across = shard_axis(mesh), replica_axis(mesh)
-        assert across is not None
+        across, inside = axes_of(mesh)
         assert (inside.size, inside.rank) == (4, 2)
         assert (across.size, across.rank) == (2, 1)
         assert inside.name != across.name
@@ -82,3 +83,25 @@ def test_a_part_of_the_world_is_refused() -> None:
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("a", "b"))["b"]
         with pytest.raises(ShardingError, match=r"the mesh has 4 ranks \(4,\), the world has 8"):
             resolve_mesh(mesh, "cpu")
+
+
+def test_what_travels_follows_from_the_roles_of_axes() -> None:
+    """Innermost first; along an axis of one rank nothing does."""
+    replicate, shard = AxisRole.REPLICATE, AxisRole.SHARD
+    gather, scatter, reduce = (
+        TransferKind.ALL_GATHER,
+        TransferKind.REDUCE_SCATTER,
+        TransferKind.ALL_REDUCE,
+    )
+    with fake_ranks(8, rank=6):
+        mesh = init_device_mesh("cpu", (2, 4))
+        split, whole = Layout.on(mesh, (replicate, shard)), Layout.on(mesh, (replicate,) * 2)
+        assert [(kind, axis.group.size) for kind, axis in split.gathers] == [(gather, 4)]
+        assert [(k, a.group.size) for k, a in split.reductions] == [(scatter, 4), (reduce, 2)]
+        assert split.placements == (Replicate(), Shard(0))
+        assert whole.gathers == ()
+        assert [(k, a.group.size) for k, a in whole.reductions] == [(reduce, 4), (reduce, 2)]
+        alone = Layout.on(init_device_mesh("cpu", (8, 1)), (replicate, shard))
+        assert alone.gathers == ()
+        assert [(k, a.group.size) for k, a in alone.reductions] == [(reduce, 8)]
+        assert alone.placements == (Replicate(), Shard(0))

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxzero import CaptureError
 from fxzero.groups import Group
+from fxzero.layout import Axis, AxisRole, Layout
 from fxzero.ops import pad_rows
 from fxzero.params import GradSync, ModelState, ParamSpec, register
 
@@ -40,8 +41,7 @@ def spec_of(world: Group, *shape: int, sharded: bool = True) -> ParamSpec:
             dtype=torch.float64,
             compute_dtype=torch.float32,
             reduce_dtype=torch.float32,
-            shard_group=world if sharded else None,
-            replica_groups=() if sharded else (world,),
+            layout=Layout((Axis(AxisRole.SHARD if sharded else AxisRole.REPLICATE, world),)),
         )
     )
 

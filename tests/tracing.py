@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -71,7 +70,7 @@ class Setup:
 
 def trace(build: Build, **setup: Any) -> StepGraph:
     """The joint graph of one step, before any pass. Options are `Setup`'s fields."""
-    return clone(_trace(build, Setup(**setup)))
+    return _trace(build, Setup(**setup)).clone()
 
 
 @functools.cache
@@ -100,29 +99,10 @@ def _trace(build: Build, setup: Setup) -> StepGraph:
     return graph
 
 
-def clone(graph: StepGraph) -> StepGraph:
-    """A copy to run passes on. Fake values are shared."""
-    copies: dict[fx.Node, fx.Node] = {}
-    new = fx.Graph()
-    for node in graph.graph.nodes:
-        copies[node] = new.node_copy(node, copies.__getitem__)
-    return StepGraph(
-        fx.GraphModule(graph.module, new),
-        num_forward_outputs=graph.num_forward_outputs,
-        specs=graph.specs,
-        inputs={copies[node]: key for node, key in graph.inputs.items()},
-        changed={position: copies[node] for position, node in graph.changed.items()},
-        loss=graph.loss,
-        gradients=graph.gradients,
-    )
-
-
 @contextlib.contextmanager
 def fake_model(build: Build, setup: Setup) -> Iterator[tuple[nn.Module, tuple[Any, ...]]]:
     """A sharded model of fake tensors on one of many fake ranks."""
     torch._dynamo.reset()
-    if not gc.get_freeze_count():
-        gc.freeze()  # `shard` collects garbage, which must not walk through all of torch
     shape = setup.mesh_shape or (setup.world_size,)
     with fake_ranks(math.prod(shape), setup.rank):
         mesh = init_device_mesh("cpu", shape)

@@ -81,8 +81,7 @@ def observe() -> list[Any]:
 
 def simulated(compilations: list[Any]) -> dict[str, Any]:
     """What the simulators say of a whole step, by the costs that it was scheduled with."""
-    from fxzero.schedule.memory import simulate_memory
-    from fxzero.schedule.simulate import simulate
+    from fxzero.schedule.simulate import simulate, simulate_memory
 
     (compilation,) = [c for c in compilations if c.joint is not None]
     found = simulate(compilation.joint, compilation.context.costs, fuses=True)

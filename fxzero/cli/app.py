@@ -18,7 +18,7 @@ from fxzero.cli.failures import as_sentences
 from fxzero.cli.options import options_yaml
 from fxzero.config import Config
 from fxzero.errors import ConfigError, nearest
-from fxzero.inspect import Plan, capture
+from fxzero.inspect import Analysis, capture
 from fxzero.inspect.target import load
 from fxzero.inspect.trace import write_trace
 
@@ -130,6 +130,12 @@ def inspect(
         Path | None,
         typer.Option(help="Write the simulated step to this file, as JSON for ui.perfetto.dev."),
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write what was decided to this file, as JSON. options={'plan': FILE} replays it."
+        ),
+    ] = None,
     options: Annotated[
         str,
         typer.Option(
@@ -147,7 +153,7 @@ def inspect(
     ] = False,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print JSON: the plan, and with --diff or --code those too."),
+        typer.Option("--json", help="Print it as JSON, and with --diff or --code those too."),
     ] = False,
     traceback: Annotated[
         bool, typer.Option("--traceback", help="Show an error's traceback, and what torch logs.")
@@ -179,13 +185,8 @@ def inspect(
         config = settings_of(options, cluster, keep_text=diff is not None)
         if diff is not None:
             check_pass(diff, config, step)
-        if trace is not None and not trace.parent.is_dir():
-            raise ConfigError(
-                f"--trace {trace}: there is no folder {str(trace.parent)!r}. Name a file in a "
-                "folder that exists."
-            )
-        if trace is not None and trace.is_dir():
-            raise ConfigError(f"--trace {trace} is a folder. Name a file in it.")
+        check_file("--trace", trace)
+        check_file("--plan", plan)
         captured = capture(
             load(target),
             zero=zero,
@@ -201,21 +202,38 @@ def inspect(
         )
         if trace is not None:
             write_trace(trace, captured)
-        plan = Plan.of(captured)
+        if plan is not None:
+            captured.plan(config).write(plan)
+        analysis = Analysis.of(captured)
         if as_json:
-            data = plan.to_json()
+            data = analysis.to_json()
             if diff is not None:
                 data["diffs"] = tables.diffs(captured, diff)
             if code:
                 data["code"] = tables.codes(captured)
             typer.echo(json.dumps(data, indent=1, default=str))
         elif diff is None and not code:
-            tables.print_plan(console, plan)
+            tables.print_analysis(console, analysis)
         else:
             for text in tables.diffs(captured, diff) if diff is not None else []:
                 tables.print_text(console, text, "diff")
             for text in tables.codes(captured) if code else []:
                 tables.print_text(console, text, "python")
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """See, before anything is compiled, that a file can be written.
+
+    Raises:
+        ConfigError: it is a folder, or in none.
+    """
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(
+            f"{option} {path}: there is no folder {str(path.parent)!r}. Name a file in a folder "
+            "that exists."
+        )
+    if path is not None and path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder. Name a file in it.")
 
 
 def check_together(wants: dict[str, tuple[bool, str, bool]]) -> None:

@@ -8,7 +8,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from fxzero.errors import ConfigError, nearest
-from fxzero.inspect import Capture, Plan, ScheduleRow
+from fxzero.inspect import Analysis, Capture, ScheduleRow
 
 
 def size(num_bytes: float) -> str:
@@ -20,23 +20,24 @@ def size(num_bytes: float) -> str:
     raise AssertionError
 
 
-def print_plan(console: Console, plan: Plan) -> None:
+def print_analysis(console: Console, analysis: Analysis) -> None:
     """The passes, the buckets on the wire, and the sums."""
     console.print(
-        f"ZeRO-{plan.zero}, {plan.world_size} ranks, {plan.num_parameters:,} parameters, "
-        f"{len({row.graph for row in plan.passes})} graph(s)\n"
+        f"ZeRO-{analysis.zero}, {analysis.world_size} ranks, "
+        f"{analysis.num_parameters:,} parameters, "
+        f"{len({row.graph for row in analysis.passes})} graph(s)\n"
     )
-    console.print(passes_table(plan))
-    if plan.transfers:
-        console.print(transfers_table(plan))
-    gathered = sum(r.num_bytes for r in plan.transfers if r.lane == "gather")
-    reduced = sum(r.num_bytes for r in plan.transfers if r.lane == "reduce")
-    ratio = plan.wire_elements() / max(plan.num_parameters, 1)
+    console.print(passes_table(analysis))
+    if analysis.transfers:
+        console.print(transfers_table(analysis))
+    gathered = sum(r.num_bytes for r in analysis.transfers if r.lane == "gather")
+    reduced = sum(r.num_bytes for r in analysis.transfers if r.lane == "reduce")
+    ratio = analysis.wire_elements() / max(analysis.num_parameters, 1)
     console.print(
         f"per step and rank: {size(gathered)} gathered, {size(reduced)} reduced, "
-        f"{plan.wire_elements():,} elements on the wire = {ratio:.3f} P"
+        f"{analysis.wire_elements():,} elements on the wire = {ratio:.3f} P"
     )
-    for row in plan.schedules:
+    for row in analysis.schedules:
         print_schedule(console, row)
 
 
@@ -53,12 +54,12 @@ def print_schedule(console: Console, row: ScheduleRow) -> None:
     )
 
 
-def passes_table(plan: Plan) -> Table:
+def passes_table(analysis: Analysis) -> Table:
     """A row a pass."""
     table = Table("graph", "pass", "ms", "nodes before", "after", "what it noted")
     for column in (0, 2, 3, 4):
         table.columns[column].justify = "right"
-    for row in plan.passes:
+    for row in analysis.passes:
         notes = ", ".join(f"{k}={v}" for k, v in row.notes.items()) or "nothing to do"
         table.add_row(
             str(row.graph),
@@ -71,12 +72,12 @@ def passes_table(plan: Plan) -> Table:
     return table
 
 
-def transfers_table(plan: Plan) -> Table:
+def transfers_table(analysis: Analysis) -> Table:
     """A row a bucket, in launch order."""
     table = Table("bucket", "operator", "layer", "params", "elements", "bytes")
     for column in (3, 4, 5):
         table.columns[column].justify = "right"
-    for row in plan.transfers:
+    for row in analysis.transfers:
         table.add_row(
             row.bucket,
             row.operator,

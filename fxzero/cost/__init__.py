@@ -2,7 +2,7 @@
 
 from fxzero.cost.analytic import AnalyticCosts
 from fxzero.cost.cluster import ClusterSpec, DeviceSpec, LinkSpec, guess_cluster, load_cluster
-from fxzero.cost.model import CostModel, FixedCosts, Message, TransferCost, message_of
+from fxzero.cost.model import CostModel, FixedCosts, TransferCost
 
 __all__ = [
     "AnalyticCosts",
@@ -11,9 +11,7 @@ __all__ = [
     "DeviceSpec",
     "FixedCosts",
     "LinkSpec",
-    "Message",
     "TransferCost",
     "guess_cluster",
     "load_cluster",
-    "message_of",
 ]

@@ -22,10 +22,11 @@ from torch.utils.flop_counter import flop_registry
 
 from fxzero._compat import hint, hinted
 from fxzero.cost.cluster import ClusterSpec
-from fxzero.cost.model import Collective, Message, TransferCost
+from fxzero.cost.model import TransferCost
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import num_bytes, tensor_bytes
 from fxzero.graph.stamps import Role, stamp_of
+from fxzero.transfer import Transfer, TransferKind
 
 _NAMES = {
     torch.float64: "fp64",
@@ -176,19 +177,19 @@ class AnalyticCosts:
             seconds += max(flops / reached, moved / bandwidth)
         return seconds * 1e6 + work.num_kernels * device.launch_us
 
-    def transfer(self, message: Message) -> TransferCost:
+    def transfer(self, transfer: Transfer) -> TransferCost:
         """See `CostModel`. The ranks of a group fill nodes one after the other."""
-        size = message.size
+        size = transfer.size
         if size <= 1:
             return TransferCost(0.0)
         per_node = min(self.cluster.devices_per_node, size)
         nodes = -(-size // per_node)
-        rounds = 2 if message.kind is Collective.ALL_REDUCE else 1
+        rounds = 2 if transfer.kind is TransferKind.ALL_REDUCE else 1
         wire_s = host_s = 0.0
         for ranks, link in ((per_node, self.cluster.intra), (nodes, self.cluster.inter)):
             if ranks == 1:
                 continue
-            moved = message.num_bytes * (ranks - 1) / ranks
+            moved = transfer.full_bytes * (ranks - 1) / ranks
             wire_s += (ranks - 1) * link.latency_us * 1e-6 + moved / link.bytes_per_s
             host_s += moved * link.host_s_per_byte + link.host_us * 1e-6
         return TransferCost(rounds * wire_s * 1e6, rounds * host_s * 1e6)

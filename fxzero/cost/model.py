@@ -4,39 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
 from torch import fx
 
-from fxzero.graph.operators import num_bytes
-from fxzero.graph.stamps import Lane
-from fxzero.graph.step_graph import StepGraph, Transfer
-
-
-class Collective(StrEnum):
-    """What a message does."""
-
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_REDUCE = "all_reduce"
-
-
-@dataclass(frozen=True)
-class Message:
-    """One collective, as a cost model sees it."""
-
-    kind: Collective
-    num_bytes: int
-    """Bytes of the full tensors that it assembles or takes apart."""
-    size: int
-    """How many ranks take part."""
-    num_tensors: int = 1
+from fxzero.transfer import Transfer
 
 
 @dataclass(frozen=True)
 class TransferCost:
-    """What one collective takes."""
+    """What one transfer takes."""
 
     wire_us: float
     """From its start to its end, with the link to itself."""
@@ -63,37 +40,9 @@ class CostModel(Protocol):
         """Microseconds of nodes that run one after the other, as one region where they can."""
         ...
 
-    def transfer(self, message: Message) -> TransferCost:
-        """What a collective takes."""
+    def transfer(self, transfer: Transfer) -> TransferCost:
+        """What a transfer takes."""
         ...
-
-
-def message_of(graph: StepGraph, transfer: Transfer) -> Message:
-    """Describe a transfer, lowered or not."""
-    gathers = transfer.stamp.lane is Lane.GATHER
-    full = transfer.waits if gathers else transfer.tensors
-    if gathers:
-        kind = Collective.ALL_GATHER
-    elif _scatters(transfer):
-        kind = Collective.REDUCE_SCATTER
-    else:
-        kind = Collective.ALL_REDUCE
-    group = group_of(transfer.launch)
-    size = graph.group_sizes.get(group, 1)
-    return Message(kind, sum(num_bytes(n) for n in full), size, max(len(transfer.waits), 1))
-
-
-def group_of(launch: fx.Node) -> str:
-    """The name of the process group that a launch runs in."""
-    ahead = getattr(launch.target, "ahead", None)
-    if ahead is not None:
-        return str(ahead.group)
-    return next((a for a in reversed(launch.args) if isinstance(a, str)), "")
-
-
-def _scatters(transfer: Transfer) -> bool:
-    """Whether a rank keeps less than was reduced."""
-    return sum(map(num_bytes, transfer.waits)) < sum(map(num_bytes, transfer.tensors))
 
 
 @dataclass(frozen=True)
@@ -111,7 +60,7 @@ class FixedCosts:
         """See `CostModel`."""
         return self.compute if isinstance(self.compute, (int, float)) else self.compute(nodes)
 
-    def transfer(self, message: Message) -> TransferCost:
+    def transfer(self, transfer: Transfer) -> TransferCost:
         """See `CostModel`."""
-        wire_us = self.latency_us + message.num_bytes * self.wire_us_per_byte
+        wire_us = self.latency_us + transfer.full_bytes * self.wire_us_per_byte
         return TransferCost(wire_us, self.host_us)

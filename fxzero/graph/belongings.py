@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from torch import fx
 
+from fxzero.graph.launch import call_of, full_bytes, record_of_call
 from fxzero.graph.stamps import Lane, Phase, Role, stamp_of
-from fxzero.graph.step_graph import StepGraph, Transfer
+from fxzero.graph.step_graph import StepGraph, TransferNodes, sent_by
 
 
 class Finding(NamedTuple):
@@ -28,38 +29,35 @@ class Finding(NamedTuple):
 
 
 def wrong_transfers(graph: StepGraph) -> Iterator[Finding]:
-    """Results that are waited for as another parameter's than the one that was sent."""
+    """Results that are taken for another parameter's than the one that was sent."""
     for transfer in graph.transfers():
-        stamp = transfer.stamp
-        if stamp.phase is Phase.OPTIMIZER or not stamp.params:
+        if not transfer.of_parameters:
             continue
         yield from _wrong_group(graph, transfer)
-        for wait in transfer.waits:
-            source = wait.all_input_nodes[0]
-            sent, expected = _what_was_sent(transfer, source)
-            given = stamp_of(wait).params
-            if stamp.lane is Lane.GATHER:
-                expected = _params_behind(sent)
+        for part in transfer.parts:
+            sent, expected = _what_was_sent(transfer, part)
+            given = stamp_of(part).params
+            if transfer.stamp.lane is Lane.GATHER:
+                expected = _params_behind((sent,)) if sent is not None else ()
             if expected and given and not set(given) <= set(expected):
                 yield Finding(
-                    wait,
-                    f"{wait.name} is waited for as {_names(given)}, but {transfer.launch.name} "
+                    part,
+                    f"{part.name} is taken for {_names(given)}, but {transfer.launch.name} "
                     f"sent {_names(expected)} there",
-                    "Keep the order of tensors, parts and waits of a transfer alike.",
+                    "Keep the order of tensors and parts of a transfer alike.",
                 )
 
 
 def _what_was_sent(
-    transfer: Transfer, source: fx.Node
-) -> tuple[tuple[fx.Node, ...], tuple[str, ...]]:
+    transfer: TransferNodes, part: fx.Node
+) -> tuple[fx.Node | None, tuple[str, ...]]:
     """What a result is made of, and the parameters that the launch says it carries there."""
-    launch, params = transfer.launch, transfer.stamp.params
-    if source is launch:  # one tensor each: after `lower_transfers`
-        return tuple(launch.all_input_nodes), params
-    index = source.args[1]
+    index = part.args[1]
     assert isinstance(index, int)
-    of_it = params[index : index + 1] if len(params) == len(transfer.tensors) else params
-    return (transfer.tensors[index],), of_it
+    tensors, params = transfer.tensors, transfer.stamp.params
+    if len(tensors) != len(params):  # taken ahead: its tensors are the launch's of a step before
+        return None, params
+    return tensors[index], params[index : index + 1]
 
 
 def _params_behind(nodes: tuple[fx.Node, ...]) -> tuple[str, ...]:
@@ -78,19 +76,53 @@ def _params_behind(nodes: tuple[fx.Node, ...]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _wrong_group(graph: StepGraph, transfer: Transfer) -> Iterator[Finding]:
-    """A gather over other ranks than those that share the parameter."""
-    launch = transfer.launch
-    if transfer.stamp.lane is not Lane.GATHER or len(launch.args) < 3:
-        return  # a take: its group is the launch's of the step before
+def _wrong_group(graph: StepGraph, transfer: TransferNodes) -> Iterator[Finding]:
+    """A transfer over other ranks than those along its axis of the parameters' mesh."""
+    record = transfer.record
     for key in transfer.stamp.params:
-        group = graph.specs[key].shard_group if key in graph.specs else None
-        if group is not None and tuple(launch.args[1:3]) != (group.size, group.name):
+        if key not in graph.specs:
+            continue
+        layout = graph.specs[key].layout
+        due = layout.gathers if transfer.stamp.lane is Lane.GATHER else layout.reductions
+        over = [(kind, axis.group.name, axis.group.size) for kind, axis in due]
+        if (record.kind, record.group, record.size) not in over:
+            expected = ", ".join(f"{kind} over {name} of {size}" for kind, name, size in over)
+            yield Finding(
+                transfer.launch,
+                f"{transfer.launch.name} moves {graph.specs[key].name} by {record}, but its "
+                f"layout asks for {expected or 'nothing'}",
+                "What is gathered and reduced, over which ranks, follows from ParamSpec.layout.",
+            )
+
+
+def wrong_calls(graph: StepGraph) -> Iterator[Finding]:
+    """Launches that do something else than their record says. Before transfers are lowered."""
+    for launch in graph.nodes(role=Role.LAUNCH):
+        record = stamp_of(launch).transfer
+        if record is None:
+            rule = f"{launch.name} is stamped as a launch and says nothing of its transfer"
+            yield Finding(launch, rule, "Emit transfers by fxzero.graph.launch.")
+            continue
+        if stamp_of(launch).made_by == "capture":
+            found = record_of_call(launch)
+            said = str(record)
+        else:
+            sent = sent_by(launch)
+            target, arguments = call_of(record, sent)
+            found = record if (launch.target, launch.args) == (target, arguments) else None
+            said = f"{target}{arguments[1:]}"
+            moved = full_bytes(record, sent)
+            if moved != record.full_bytes or len(sent) != record.num_tensors:
+                rule = (
+                    f"{launch.name} moves {len(sent)} tensors, {moved} bytes in full, "
+                    f"and its record says {record.num_tensors} and {record.full_bytes}"
+                )
+                yield Finding(launch, rule, "Write the record when the tensors are known.")
+        if found != record:
             yield Finding(
                 launch,
-                f"{launch.name} gathers {graph.specs[key].name} over group {launch.args[2]} of "
-                f"{launch.args[1]}, but it is sharded over {group.name} of {group.size}",
-                "A shard is gathered over the group that shares it: ParamSpec.shard_group.",
+                f"{launch.name} calls {launch.target}{launch.args[1:]}, its record means {said}",
+                "Change a transfer's record and its call together: fxzero.graph.launch.",
             )
 
 
@@ -115,7 +147,7 @@ def wrong_gradient(
         node = term
         while node.op == "call_function" and stamp_of(node).role is not Role.COMPUTE:
             stamp = stamp_of(node)
-            if stamp.role is Role.WAIT and stamp.lane is Lane.REDUCE:
+            if stamp.role is Role.PART and stamp.lane is Lane.REDUCE:
                 if key not in stamp.params:
                     yield Finding(
                         node,
@@ -123,8 +155,9 @@ def wrong_gradient(
                         f"{_names(stamp.params)}",
                         "Keep parameters and gradients in one order.",
                     )
-                launch = node.all_input_nodes[0].all_input_nodes[0]
-                if "avg" not in launch.args:
+                launch = launch_of(node)
+                record = stamp_of(launch).transfer
+                if record is None or record.op != "avg":
                     yield Finding(
                         launch,
                         f"the gradient of {name} is no mean over the ranks: {launch.args[1:]}",
@@ -140,18 +173,21 @@ def wrong_gradient(
         )
 
 
+def launch_of(part: fx.Node) -> fx.Node:
+    """The launch of the transfer that brings a part."""
+    return part.all_input_nodes[0].all_input_nodes[0]
+
+
+def sent_as(part: fx.Node) -> fx.Node:
+    """What a part was when it was sent."""
+    index = part.args[1]
+    assert isinstance(index, int)
+    return sent_by(launch_of(part))[index]
+
+
 def _before(node: fx.Node) -> fx.Node:
     """Where a node's value comes from, through the transfer that brought it."""
-    if stamp_of(node).role is Role.PART:
-        launch, index = node.args
-        assert isinstance(launch, fx.Node)
-        sent = launch.args[0]
-        assert isinstance(sent, (list, tuple))
-        assert isinstance(index, int)
-        found = sent[index]
-        assert isinstance(found, fx.Node)
-        return found
-    return node.all_input_nodes[0]
+    return sent_as(node) if stamp_of(node).role is Role.PART else node.all_input_nodes[0]
 
 
 def _terms(node: fx.Node) -> list[fx.Node]:
@@ -159,10 +195,10 @@ def _terms(node: fx.Node) -> list[fx.Node]:
     while node.op == "call_function" and stamp_of(node).role not in (
         Role.COMPUTE,
         Role.ACCUMULATE,
-        Role.WAIT,
+        Role.PART,
     ):
         node = _before(node)
-    if node.op == "call_function" and stamp_of(node).role is Role.WAIT:
+    if node.op == "call_function" and stamp_of(node).role is Role.PART:
         # Stages 0 and 1 reduce the sum: it is behind the transfer.
         sent = node
         while sent.op == "call_function" and stamp_of(sent).role in _MOVES:
@@ -176,7 +212,7 @@ def _terms(node: fx.Node) -> list[fx.Node]:
     return [node]
 
 
-_MOVES = (Role.WAIT, Role.PART, Role.FINISH, Role.PREPARE)
+_MOVES = (Role.PART, Role.FINISH, Role.PREPARE)
 
 
 def wrong_updates(graph: StepGraph) -> Iterator[Finding]:
@@ -218,7 +254,6 @@ def early_launches(graph: StepGraph) -> Iterator[Finding]:
         if stamp.role is Role.UPDATE:
             updated_later |= dict.fromkeys(stamp.params, node)
         elif stamp.role is Role.AHEAD:
-            # Not those of its stamp: lowered, each of a bucket's gathers names them all.
             for key in _params_behind(tuple(node.all_input_nodes)):
                 if key in updated_later:
                     update = updated_later[key]

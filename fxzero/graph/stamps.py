@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import fx
 
 from fxzero.errors import VerificationError
+from fxzero.transfer import Transfer
 
 _KEY = "fxzero"
 
@@ -35,6 +36,7 @@ class Lane(StrEnum):
     COMPUTE = "compute"
     GATHER = "gather"
     REDUCE = "reduce"
+    ALL_TO_ALL = "all_to_all"
 
 
 class Role(StrEnum):
@@ -49,12 +51,12 @@ class Role(StrEnum):
     """Runs before a launch, on its inputs: a cast, padding."""
     LAUNCH = "launch"
     """Starts an asynchronous collective."""
-    PART = "part"
-    """Picks one tensor of a coalesced collective."""
     WAIT = "wait"
-    """Joins the collective: its tensor may be read from here on."""
+    """Joins the collective: what it returns may be read from here on."""
+    PART = "part"
+    """Picks one tensor of what was waited for, or of what a region returns."""
     FINISH = "finish"
-    """Runs after a wait, on its result: unpadding, a cast."""
+    """Runs on a part of what was waited for: unpadding, a cast."""
     AHEAD = "ahead"
     """Starts a collective that the next step joins."""
     RELEASE = "release"
@@ -88,6 +90,8 @@ class Stamp:
     """For a recomputed node: the name of the node that it repeats."""
     micro_step: int = 0
     """Which of the step's micro-batches it works on."""
+    transfer: Transfer | None = None
+    """What a launch starts."""
 
     @property
     def segment(self) -> Segment:

@@ -13,8 +13,10 @@ import torch
 from torch import fx
 
 from fxzero._compat import fake_mode_of
+from fxzero.errors import VerificationError
 from fxzero.graph.stamps import Phase, Role, Segment, Stamp, has_stamp, set_stamp, stamp_of
 from fxzero.params import ParamSpec
+from fxzero.transfer import Transfer
 
 _DTYPE_NAMES = {
     torch.float64: "f64",
@@ -29,14 +31,33 @@ _DTYPE_NAMES = {
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """One collective and the nodes that exist for it, in graph order."""
+class TransferNodes:
+    """The nodes that exist for one transfer.
+
+    prepare(shard) → launch([prepared, …]) → wait(launch) → part(wait, 0) → finish(part)
+
+    A model's own collective may send one tensor that is no list; its wait is its only part.
+    """
 
     launch: fx.Node
+    wait: fx.Node
     prepare: tuple[fx.Node, ...]
     parts: tuple[fx.Node, ...]
-    waits: tuple[fx.Node, ...]
+    """One for each tensor that was sent."""
     finish: tuple[fx.Node, ...]
+
+    @property
+    def record(self) -> Transfer:
+        """What the transfer is."""
+        found = self.stamp.transfer
+        assert found is not None, f"{self.launch.name} was stamped as a launch without a record"
+        return found
+
+    @property
+    def of_parameters(self) -> bool:
+        """Whether it moves parameters or their gradients: a model's own transfers do not, nor
+        does the norm's sum."""
+        return bool(self.stamp.params)
 
     @property
     def stamp(self) -> Stamp:
@@ -45,17 +66,14 @@ class Transfer:
 
     @property
     def tensors(self) -> list[fx.Node]:
-        """What the collective sends."""
-        sent = self.launch.args[0]
-        tensors = sent if isinstance(sent, (list, tuple)) else (sent,)
-        return [node for node in tensors if isinstance(node, fx.Node)]
+        """What the transfer sends; nothing where the step before has sent it."""
+        return sent_by(self.launch)
 
     @property
     def results(self) -> list[fx.Node]:
         """What compute reads: the finished tensors, one for each that was sent."""
         ends = []
-        for wait in self.waits:
-            node = wait
+        for node in self.parts:
             while (following := [u for u in node.users if u in self.finish]) != []:
                 node = following[0]
             ends.append(node)
@@ -111,15 +129,15 @@ class StepGraph:
         return self.module.graph
 
     @cached_property
-    def group_sizes(self) -> dict[str, int]:
-        """How many ranks each process group of the parameters has, by its name."""
-        groups = [
-            group
-            for spec in self.specs.values()
-            for group in (spec.shard_group, *spec.replica_groups)
-            if group is not None
-        ]
-        return {group.name: group.size for group in groups}
+    def labels(self) -> dict[str, str]:
+        """By key, what a parameter is called in every process: its name, behind the place of its
+        model among those of the graph if there are several."""
+        numbers = sorted({spec.state.number for spec in self.specs.values()})
+        several = len(numbers) > 1
+        return {
+            key: f"{numbers.index(spec.state.number)}/{spec.name}" if several else spec.name
+            for key, spec in self.specs.items()
+        }
 
     @property
     def identity(self) -> str:
@@ -242,13 +260,33 @@ class StepGraph:
 
     def transfers(
         self, *, phase: Phase | None = None, name: str = "", segment: Segment | None = None
-    ) -> list[Transfer]:
-        """All collectives, in launch order; of one phase or segment, and one lane by its name."""
+    ) -> list[TransferNodes]:
+        """All transfers, in launch order; of one phase or segment, and one lane by its name."""
         found = []
         for launch in self.nodes(phase=phase, segment=segment, role=Role.LAUNCH):
             if not name or stamp_of(launch).lane.value == name:
-                found.append(_transfer(launch))
+                found.append(transfer_nodes(launch))
         return found
+
+    def clone(self) -> StepGraph:
+        """A copy to rewrite. Fake values and constants are shared, stamps are frozen."""
+        copies: dict[fx.Node, fx.Node] = {}
+        graph = fx.Graph()
+        for node in self.graph.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        other = StepGraph(
+            fx.GraphModule(self.module, graph),
+            num_forward_outputs=self.num_forward_outputs,
+            specs=self.specs,
+            inputs={copies[node]: key for node, key in self.inputs.items()},
+            gradients=self.gradients,
+            changed={position: copies[node] for position, node in self.changed.items()},
+            loss=self.loss,
+        )
+        for name in ("scale", "norm", "skip"):
+            node = getattr(self, name)
+            setattr(other, name, copies[node] if node is not None else None)
+        return other
 
     def reorder(self, order: Iterable[fx.Node]) -> None:
         """Put the call nodes into another order; inputs stay first, the output last."""
@@ -261,17 +299,37 @@ class StepGraph:
         return "\n".join(node_line(node) for node in self.graph.nodes)
 
 
-def _transfer(launch: fx.Node) -> Transfer:
-    parts = [user for user in launch.users if stamp_of(user).role is Role.PART]
-    waits = [u for n in (launch, *parts) for u in n.users if stamp_of(u).role is Role.WAIT]
-    return Transfer(
+def _index_of(part: fx.Node) -> int:
+    index = part.args[1]
+    assert isinstance(index, int)
+    return index
+
+
+def sent_by(launch: fx.Node) -> list[fx.Node]:
+    """What a launch sends: a list, or in a model's own call one tensor."""
+    sent = launch.args[0] if launch.args else ()
+    tensors = sent if isinstance(sent, (list, tuple)) else (sent,)
+    return [node for node in tensors if isinstance(node, fx.Node)]
+
+
+def transfer_nodes(launch: fx.Node) -> TransferNodes:
+    """The nodes of the transfer that a node launches.
+
+    Raises:
+        VerificationError: nothing waits for it.
+    """
+    wait = next((user for user in launch.users if stamp_of(user).role is Role.WAIT), None)
+    if wait is None:
+        raise VerificationError(f"nothing waits for the transfer {launch.name}")
+    parts = [u for u in wait.users if u.op != "output" and stamp_of(u).role is Role.PART]
+    parts.sort(key=_index_of)  # in the order of the tensors that were sent
+    read = [user for part in parts for user in part.users]
+    return TransferNodes(
         launch=launch,
+        wait=wait,
         prepare=tuple(_closure(launch.all_input_nodes, Role.PREPARE, lambda n: n.all_input_nodes)),
-        parts=tuple(parts),
-        waits=tuple(waits),
-        finish=tuple(
-            _closure([u for w in waits for u in w.users], Role.FINISH, lambda n: list(n.users))
-        ),
+        parts=tuple(parts or [wait]),
+        finish=tuple(_closure(read, Role.FINISH, lambda n: list(n.users))),
     )
 
 

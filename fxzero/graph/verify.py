@@ -1,8 +1,8 @@
 """What is always true of a step graph, checked after every pass.
 
     stamped       every node has a stamp
-    waits         every collective is waited for exactly once per tensor, after its launch
-                  and before its first use
+    waits         every transfer is waited for exactly once, after its launch and before its
+                  first use, and does what its record says
     constants     what a node reads from the module is what it was traced with
     belongings    what is waited for is the parameter that was sent, over its group
     releases      nothing reads a parameter after its release
@@ -32,7 +32,10 @@ from fxzero.graph.aliases import view_base
 from fxzero.graph.belongings import (
     Finding,
     early_launches,
+    launch_of,
     micro_steps,
+    sent_as,
+    wrong_calls,
     wrong_gradient,
     wrong_transfers,
     wrong_updates,
@@ -61,8 +64,11 @@ def verify(graph: StepGraph, facts: Iterable[str], *, after: str) -> None:
         check_order(graph, after)
         check_randomness(graph, after)
         check_constants(graph, after)
-    if known & {"gathered", "reduced", "cut"}:
+    if "stamped" in known:
         check_waits(graph, after)
+        if "cut" not in known:
+            _none_of(graph, after, wrong_calls(graph))
+    if known & {"gathered", "reduced", "cut"}:
         _none_of(graph, after, wrong_transfers(graph))
         check_releases(graph, after)
     if "reduced" in known and "cut" not in known:
@@ -147,42 +153,47 @@ def check_constants(graph: StepGraph, after: str) -> None:
 
 
 def check_waits(graph: StepGraph, after: str) -> None:
-    """Every tensor of every collective is joined once, and only its wait reads it."""
+    """Every transfer is joined once, nothing else reads what is in flight, and each of its
+    tensors is taken once."""
     for node in graph.graph.nodes:
         if node.op != "call_function" or stamp_of(node).role is not Role.LAUNCH:
             continue
-        tensors = node.meta.get("val")
-        if isinstance(tensors, (list, tuple)):
-            in_flight = [u for u in node.users if u.target is operator.getitem]
-            count = [sum(1 for p in in_flight if p.args[1] == i) for i in range(len(tensors))]
-            _only_read_by(graph, after, node, lambda u: u.target is operator.getitem)
-        else:
-            in_flight, count = [node], [1]
-        for part in in_flight:
-            _only_read_by(graph, after, part, lambda u: stamp_of(u).role is Role.WAIT)
-        waits = sum(1 for part in in_flight for _ in part.users)
-        if waits != len(count) or any(n != 1 for n in count):
+        waits = [u for u in node.users if u.op != "output" and stamp_of(u).role is Role.WAIT]
+        _only_read_by(graph, after, node, waits)
+        if len(waits) != 1:
             _fail(
                 graph,
                 node,
                 after,
-                f"collective {node.name} carries {len(count)} tensors and is waited for {waits} "
-                "times",
-                "Each launched tensor needs exactly one wait_tensor.",
+                f"the transfer {node.name} is waited for {len(waits)} times",
+                "Each launch needs exactly one wait: fxzero.graph.launch.emit_wait.",
+            )
+        values = waits[0].meta.get("val")
+        taken = [u.args[1] for u in waits[0].users if u.op != "output" and _is_part(u)]
+        if isinstance(values, (list, tuple)) and sorted(taken) != list(range(len(values))):
+            _fail(
+                graph,
+                waits[0],
+                after,
+                f"{waits[0].name} brings {len(values)} tensors, and those at {sorted(taken)} are "
+                "taken",
+                "Each tensor of a transfer has one part.",
             )
 
 
-def _only_read_by(
-    graph: StepGraph, after: str, node: fx.Node, allowed: Callable[[fx.Node], bool]
-) -> None:
+def _is_part(node: fx.Node) -> bool:
+    return node.target is operator.getitem and stamp_of(node).role is Role.PART
+
+
+def _only_read_by(graph: StepGraph, after: str, node: fx.Node, waits: list[fx.Node]) -> None:
     for user in node.users:
-        if not allowed(user):
+        if user not in waits:
             _fail(
                 graph,
                 user,
                 after,
                 f"{user.name} reads {node.name}, which is still in flight",
-                "Read the result of its wait_tensor instead.",
+                "Read a part of its wait instead.",
             )
 
 
@@ -292,10 +303,9 @@ def _reductions(node: fx.Node) -> list[str] | None:
     while node.op == "call_function":
         stamp = stamp_of(node)
         if stamp.role is Role.PART and stamp.lane is Lane.REDUCE:
-            launch, index = node.args
-            assert isinstance(launch, fx.Node)
-            groups.append(str(launch.args[-1]))
-            node = launch.args[0][index]  # type: ignore[index, assignment]
+            record = stamp_of(launch_of(node)).transfer
+            groups.append(record.group if record is not None else "")
+            node = sent_as(node)
         elif stamp.role is Role.KEEP and node.target is torch.ops.fxzero.keep_grad.default:
             return None
         elif stamp.role is Role.ACCUMULATE:
@@ -304,7 +314,7 @@ def _reductions(node: fx.Node) -> list[str] | None:
                 return None
             # Every micro-step's gradient passes the same reductions.
             return [*groups, *kinds[0], *(kinds[1] if kinds[1] != kinds[0] else [])]
-        elif stamp.role in (Role.WAIT, Role.FINISH, Role.PREPARE, Role.KEEP):
+        elif stamp.role in (Role.FINISH, Role.PREPARE, Role.KEEP):
             node = node.all_input_nodes[0]
         else:
             break

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
 from fxzero import _compat, backend
+from fxzero.compiler.plan import Plan
 from fxzero.config import Config
 from fxzero.errors import CaptureError, ConfigError
 from fxzero.inspect.target import Batch, model_and_batch
@@ -35,6 +36,11 @@ class Capture:
     num_parameters: int
     world_size: int
     zero: int
+
+    def plan(self, settings: Config) -> Plan:
+        """What was decided for its graphs, to be written and replayed."""
+        contexts = [compilation.context for compilation in self.compilations]
+        return Plan.of([(c.decisions, c.costs.name) for c in contexts], settings)
 
 
 @contextlib.contextmanager
@@ -65,6 +71,7 @@ def _observed() -> Iterator[list[backend.Compilation]]:
 
     def observe(compilation: backend.Compilation) -> None:
         compilation.keep_graphs = True
+        compilation.context.decisions.keep_digest = True
         found.append(compilation)
 
     backend.observers.append(observe)

@@ -10,8 +10,7 @@ from fxzero.errors import ConfigError
 from fxzero.graph import Lane
 from fxzero.inspect.capture import Capture
 from fxzero.passes.lower_regions import RegionBackend
-from fxzero.schedule.memory import Memory, simulate_memory
-from fxzero.schedule.simulate import Simulation, simulate
+from fxzero.schedule.simulate import Memory, Simulation, simulate, simulate_memory
 
 
 def chrome_trace(

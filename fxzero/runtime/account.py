@@ -14,20 +14,22 @@ from torch import fx
 
 from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.stamps import stamp_of
-from fxzero.graph.step_graph import Transfer
 from fxzero.runtime.agree import Account, channel_of
 from fxzero.runtime.places import user_line
+from fxzero.transfer import Transfer, TransferKind
 
 
 def collectives_digest(graph: StepGraph) -> str:
     """A hash of the sequence of collectives: operators, parameters, global shapes and dtypes."""
     digest = hashlib.blake2b(digest_size=16)
     for node in _launches(graph):
-        stamp = stamp_of(node)
+        stamp, record = stamp_of(node), _record_of(node)
         words = [stamp.phase.value, stamp.role.value, _name(node.target), *stamp.params]
         words += [str(graph.specs[k].shape) for k in stamp.params if k in graph.specs]
-        words += [repr(a) for a in node.args if isinstance(a, (int, bool))]
-        words += [str(n.meta["val"].dtype) for n in _sent(node)]
+        # Not the group's name: ranks of other groups along the same axis have names of their own.
+        words += [record.kind.value, record.axis, str(record.size), record.op, str(record.dtype)]
+        if not stamp.params and record.kind is not TransferKind.ALL_TO_ALL:
+            words.append(str(record.full_bytes))  # an all-to-all may send each rank another size
         digest.update(("|".join(words) + "\n").encode())
     return digest.hexdigest()
 
@@ -38,7 +40,7 @@ def account_of(graph: StepGraph) -> Account | None:
     Nor does it in a fake process group.
     """
     launches = _launches(graph)
-    named = dict.fromkeys(g for node in launches for g in _groups(node))
+    named = dict.fromkeys(_record_of(node).group for node in launches)
     groups = tuple(name for name in named if channel_of(name) is not None)
     if not groups:
         return None
@@ -77,27 +79,21 @@ def _module(target: Any) -> str:
     return str(getattr(target, "__module__", ""))
 
 
-def _groups(launch: fx.Node) -> list[str]:
-    """Names of the process groups in which a node communicates."""
-    ahead = getattr(launch.target, "ahead", None)
-    if ahead is not None:
-        return [ahead.group]
-    return [a for a in launch.args if isinstance(a, str) and a not in ("avg", "sum")]
+def _record_of(launch: fx.Node) -> Transfer:
+    """What a launch starts."""
+    record = stamp_of(launch).transfer
+    assert record is not None
+    return record
 
 
 def _about(graph: StepGraph) -> dict[str, Any]:
     """What a person wants to know, in case ranks disagree."""
     transfers = graph.transfers()
-    buckets: dict[str, list[Transfer]] = {}
-    for transfer in transfers:
-        buckets.setdefault(transfer.stamp.bucket or transfer.launch.name, []).append(transfer)
     uses: dict[str, str] = {}
-    for bucket in buckets.values():
-        keys = bucket[0].stamp.params
-        for i, key in enumerate(keys):
+    for transfer in transfers:
+        for key, part in zip(transfer.stamp.params, transfer.parts, strict=False):
             name = key.partition("/")[2] or key
-            own = bucket[i if len(bucket) == len(keys) else 0]  # lowered to one launch for each
-            uses[name] = uses.get(name) or _line_of(own.launch)
+            uses[name] = uses.get(name) or _line_of(part)
     compute = (n for n in graph.nodes() if stamp_of(n).role in (Role.COMPUTE, Role.REGION))
     line = next((line for node in compute if (line := _line_of(node))), "")
     phases = {transfer.stamp.phase for transfer in transfers}
@@ -105,7 +101,7 @@ def _about(graph: StepGraph) -> dict[str, Any]:
     return {
         "kind": "graph",
         "phase": "step" if whole else min((p.value for p in phases), default="forward"),
-        "collectives": len(buckets),
+        "collectives": len(transfers),
         "gathers": sum(t.stamp.lane is Lane.GATHER for t in transfers),
         "transfers": {t.launch.name: t.stamp.bucket or t.launch.name for t in transfers},
         "uses": uses,

@@ -33,16 +33,16 @@ def is_same(sent: Tensor, now: Tensor) -> bool:
 
 
 class Ahead:
-    """One gather that may have been started a step earlier.
+    """One bucket's gather that may have been started a step earlier.
 
     Args:
-        prepare: makes what this rank sends of its shards: a cast, padding.
+        prepare: makes what this rank sends of its shards: casts, padding.
         size: how many ranks its process group has.
         group: the group's name.
     """
 
     def __init__(
-        self, prepare: Callable[..., Tensor], size: int, group: str, rank: int, name: str
+        self, prepare: Callable[..., list[Tensor]], size: int, group: str, rank: int, name: str
     ) -> None:
         self.prepare = prepare
         self.size = size
@@ -66,8 +66,9 @@ class Ahead:
         """Whether what is in flight is what this rank would send now."""
         if self.flight is None:
             return False
-        sent = self.flight.tensor.chunk(self.size)[self.rank]
-        return is_same(sent, self.prepare(*shards).contiguous())
+        sent = [full.chunk(self.size)[self.rank] for full in self.flight.tensors]
+        now = [tensor.contiguous() for tensor in self.prepare(*shards)]
+        return all(map(is_same, sent, now))
 
     def take(self, *shards: Tensor) -> InFlight:
         """What is in flight, or else a gather that starts now."""
@@ -110,7 +111,7 @@ class Check:
                 current[ahead.group] = False
         for group in groups:
             flag = torch.tensor([0.0 if current[group] else 1.0])
-            changed = collectives.join_sum(collectives.all_reduce(flag, group, True), 1)
+            (changed,) = collectives.join_sum(collectives.all_reduce([flag], group, [True]), 1)
             current[group] = is_fake(changed) or not bool(changed.item())
         for ahead in self.aheads:
             if not current[ahead.group]:

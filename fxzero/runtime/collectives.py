@@ -1,4 +1,4 @@
-"""Asynchronous collectives over gloo, one tensor each.
+"""Asynchronous collectives over gloo, a list of tensors each.
 
 Gathers and exchanges are point-to-point messages of torch.distributed: every rank sends
 its part straight to the others, which receive it where it belongs. Gloo's own all-gather
@@ -29,55 +29,69 @@ hold nothing of it. Messages run without worker threads."""
 
 
 class InFlight:
-    """A collective that was started: what it fills, and the handles to wait for."""
+    """A bucket that was started: what it fills, and the handles to wait for."""
 
-    __slots__ = ("handles", "received", "source", "tensor")
+    __slots__ = ("handles", "received", "sources", "tensors")
 
     def __init__(
         self,
-        tensor: Tensor,
+        tensors: list[Tensor],
         handles: list[Any],
-        received: list[Tensor] | None = None,
-        source: Tensor | None = None,
+        received: list[list[Tensor]] | None = None,
+        sources: list[Tensor | None] | None = None,
     ) -> None:
-        self.tensor = tensor
-        """The result; in an exchange, this rank's own part of what it sends."""
+        self.tensors = tensors
+        """The results; in an exchange, this rank's own parts of what it sends."""
         self.handles = handles
         self.received = received
-        """Every rank's part, by rank, of an exchange."""
-        self.source = source
+        """Every rank's part, by rank, of each tensor of an exchange."""
+        self.sources = sources
         """Sent memory that nobody else reads: freed when the collective is joined."""
 
 
-def gather(part: Tensor, size: int, group: str) -> InFlight:
-    """Start gathering the ranks' parts along dim 0."""
+def gather(parts: list[Tensor], size: int, group: str) -> InFlight:
+    """Start gathering the ranks' parts of some tensors along dim 0."""
     process_group = resolve_process_group(group)
     rank, tag = process_group.rank(), now.tag
-    full = part.new_empty((part.shape[0] * size, *part.shape[1:]))
-    rows = full.chunk(size)
-    handles = [
-        process_group.recv([rows[other]], other, tag) for other in _others_before(rank, size)
-    ]
-    handles += [process_group.send([part], other, tag) for other in _others_after(rank, size)]
-    rows[rank].copy_(part)
-    return InFlight(full, handles)
+    fulls, handles = [], []
+    for part in parts:
+        full = part.new_empty((part.shape[0] * size, *part.shape[1:]))
+        rows = full.chunk(size)
+        handles += [
+            process_group.recv([rows[other]], other, tag) for other in _others_before(rank, size)
+        ]
+        handles += [process_group.send([part], other, tag) for other in _others_after(rank, size)]
+        rows[rank].copy_(part)
+        fulls.append(full)
+    return InFlight(fulls, handles)
 
 
-def exchange(full: Tensor, size: int, group: str, own: bool) -> InFlight:
-    """Start sending each rank its rows of a full gradient; `own` when nobody else reads it."""
+def exchange(fulls: list[Tensor], size: int, group: str, own: list[bool]) -> InFlight:
+    """Start sending each rank its rows of full gradients; `own` where nobody else reads one."""
     process_group = resolve_process_group(group)
     rank, tag = process_group.rank(), now.tag
-    if not full.is_contiguous():  # an operator chose other strides than its fake kernel
-        full = full.contiguous()
-    rows = full.chunk(size)
-    received = [row if other == rank else torch.empty_like(row) for other, row in enumerate(rows)]
-    handles = [
-        process_group.recv([received[other]], other, tag) for other in _others_before(rank, size)
-    ]
-    handles += [
-        process_group.send([rows[other]], other, tag) for other in _others_after(rank, size)
-    ]
-    return InFlight(rows[rank], handles, received, full if own else None)
+    mine: list[Tensor] = []
+    handles: list[Any] = []
+    received: list[list[Tensor]] = []
+    sources: list[Tensor | None] = []
+    for full, is_own in zip(fulls, own, strict=True):
+        if not full.is_contiguous():  # an operator chose other strides than its fake kernel
+            full = full.contiguous()
+        rows = full.chunk(size)
+        arriving = [
+            row if other == rank else torch.empty_like(row) for other, row in enumerate(rows)
+        ]
+        handles += [
+            process_group.recv([arriving[other]], other, tag)
+            for other in _others_before(rank, size)
+        ]
+        handles += [
+            process_group.send([rows[other]], other, tag) for other in _others_after(rank, size)
+        ]
+        mine.append(rows[rank])
+        received.append(arriving)
+        sources.append(full if is_own else None)
+    return InFlight(mine, handles, received, sources)
 
 
 def _others_after(rank: int, size: int) -> list[int]:
@@ -90,47 +104,58 @@ def _others_before(rank: int, size: int) -> list[int]:
     return [(rank - step) % size for step in range(1, size)]
 
 
-def all_reduce(tensor: Tensor, group: str, own: bool) -> InFlight:
-    """Start summing over ranks, in place when nobody else reads the tensor.
+def all_reduce(tensors: list[Tensor], group: str, own: list[bool]) -> InFlight:
+    """Start summing over ranks, in place where nobody else reads a tensor.
 
     Gloo's sums carry no tag, and sums of different sizes end the process: the ranks compare first.
     """
     if now.announcement is not None:
         settle()
-    if not own or not tensor.is_contiguous():  # strides may be others than the graph's
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    total = tensor
-    return InFlight(total, [launch_all_reduce(total, group)])
+    totals = [
+        # Strides may be others than the graph's.
+        tensor
+        if is_own and tensor.is_contiguous()
+        else tensor.clone(memory_format=torch.contiguous_format)
+        for tensor, is_own in zip(tensors, own, strict=True)
+    ]
+    return InFlight(totals, [launch_all_reduce(total, group) for total in totals])
 
 
-def join(flight: InFlight) -> Tensor:
+def join(flight: InFlight) -> list[Tensor]:
     """Wait for what was gathered."""
     if now.announcement is not None:
         settle()
     now.num_waits += 1
     for handle in flight.handles:
         handle.wait()
-    return flight.tensor
+    return flight.tensors
 
 
-def join_sum(flight: InFlight, size: int) -> Tensor:
-    """Wait for a sum over ranks and divide it, in place."""
-    total = join(flight)
+def join_sum(flight: InFlight, size: int) -> list[Tensor]:
+    """Wait for sums over ranks and divide them, in place."""
+    totals = join(flight)
     _joined.extend(flight.handles)
-    return total.div_(size)
+    return [total.div_(size) for total in totals]
 
 
-def join_exchange(flight: InFlight, size: int) -> Tensor:
+def join_exchange(flight: InFlight, size: int) -> list[Tensor]:
     """Wait for this rank's rows from all ranks, and average them in rank order.
 
-    The sum is taken in memory that was received: nothing is allocated.
+    The sums are taken in memory that was received: nothing is allocated, and what was received
+    and sent for one tensor ends before the next one's turn.
     """
-    own = join(flight)
+    mine = join(flight)
     assert flight.received is not None
-    first, second, *rest = flight.received
-    total = torch.add(first, second, out=second if first is own else first)
-    for part in rest:
-        total.add_(part)
-    if flight.source is not None:
-        free_storage(flight.source)
-    return total.div_(size)
+    assert flight.sources is not None
+    means = []
+    for index, own in enumerate(mine):
+        first, second, *rest = flight.received[index]
+        total = torch.add(first, second, out=second if first is own else first)
+        for part in rest:
+            total.add_(part)
+        means.append(total.div_(size))
+        source, flight.received[index] = flight.sources[index], []
+        del first, second, rest
+        if source is not None:
+            free_storage(source)
+    return means

@@ -69,6 +69,18 @@ def same_region(node: fx.Node, other: fx.Node) -> bool:
     return (mine.layer, mine.micro_step) == (theirs.layer, theirs.micro_step)
 
 
+def end_of_run(node: fx.Node) -> fx.Node:
+    """The last node of the run of compute that holds `node`, so that no region is split."""
+    layer = stamp_of(node).layer
+    while (
+        node.next.op == "call_function"
+        and stamp_of(node.next).role is Role.COMPUTE
+        and stamp_of(node.next).layer == layer
+    ):
+        node = node.next
+    return node
+
+
 @dataclass(frozen=True)
 class Cutout:
     """A run of nodes on its way to become a region."""

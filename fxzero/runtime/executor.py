@@ -15,8 +15,7 @@ from torch import Tensor, fx
 from fxzero._compat import below_autograd
 from fxzero.full_parameter import check_returned_copies
 from fxzero.gradients import note_reduced
-from fxzero.graph import Lane, Phase, StepGraph
-from fxzero.graph.operators import num_bytes
+from fxzero.graph import Lane, StepGraph
 from fxzero.graph.verify import check_constants
 from fxzero.params import ModelState, Traffic
 from fxzero.runtime import agree, lost
@@ -26,19 +25,15 @@ from fxzero.runtime.account import account_of
 def traffic_of(graph: StepGraph) -> Traffic:
     """What one run of a graph communicates: buckets, and bytes of the full tensors in them."""
     total = Traffic()
-    seen: set[str] = set()
     for transfer in graph.transfers():
-        if transfer.stamp.phase is Phase.OPTIMIZER:
-            continue  # the norm's single number
-        bucket = transfer.stamp.bucket or transfer.launch.name
-        new = bucket not in seen
-        seen.add(bucket)
+        if not transfer.of_parameters:
+            continue  # the norm's single number, and the model's own
         if transfer.stamp.lane is Lane.GATHER:
-            total.num_gathers += new
-            total.gathered_bytes += sum(num_bytes(n) for n in transfer.waits)
+            total.num_gathers += 1
+            total.gathered_bytes += transfer.record.full_bytes
         else:
-            total.num_reduces += new
-            total.reduced_bytes += sum(num_bytes(n) for n in transfer.tensors)
+            total.num_reduces += 1
+            total.reduced_bytes += transfer.record.full_bytes
     return total
 
 

@@ -1,7 +1,7 @@
-"""When things run: tasks on lanes, their replay, and the search for a good order."""
+"""When things run: tasks on resources, their replay, and the search for a good order."""
 
+from fxzero.schedule.engine import Hold, Replay, Task, TaskGraph, replay
 from fxzero.schedule.search import Found, best_order, exact_order, fixed_order, list_order
-from fxzero.schedule.tasks import Hold, Replay, Task, TaskGraph, replay
 
 __all__ = [
     "Found",

@@ -1,7 +1,7 @@
 """Parameters that live on from forward to backward, where memory allows: between ZeRO 2 and 3.
 
-w = wait(gather); y = mm(x, w); release(w)        w = wait(gather); y = mm(x, w)
-w1 = wait(gather again); dx = mm(g, w1)       →   dx = mm(g, w)
+w = wait(gather)[0]; y = mm(x, w); release(w)     w = wait(gather)[0]; y = mm(x, w)
+w1 = wait(gather again)[0]; dx = mm(g, w1)    →   dx = mm(g, w)
 release(w1)                                       release(w)
 """
 
@@ -13,35 +13,40 @@ from torch import fx
 
 from fxzero.graph import Phase, Role, StepGraph
 from fxzero.graph.stamps import Lane, set_stamp, stamp_of
-from fxzero.graph.step_graph import Transfer
+from fxzero.graph.step_graph import TransferNodes
 
 Key = tuple[str, int]
 """A parameter's key, and a micro-step."""
 
 
-def gathered_in(graph: StepGraph, phase: Phase) -> dict[Key, tuple[fx.Node, fx.Node]]:
-    """The waits of a phase's gathers and what compute reads of each, by parameter."""
+def gathered_in(
+    graph: StepGraph, phase: Phase = Phase.FORWARD
+) -> dict[Key, tuple[fx.Node, fx.Node]]:
+    """The parts that a phase's gathers bring and what compute reads of each, by parameter."""
     found = {}
     for transfer in graph.transfers(phase=phase, name=Lane.GATHER.value):
-        for wait, result in zip(transfer.waits, transfer.results, strict=True):
-            stamp = stamp_of(wait)
-            found[stamp.params[0], stamp.micro_step] = (wait, result)
+        for part, result in zip(transfer.parts, transfer.results, strict=True):
+            if transfer.of_parameters:
+                found[key_of(part)] = (part, result)
     return found
 
 
-def keepable(graph: StepGraph) -> list[Transfer]:
+def key_of(part: fx.Node) -> Key:
+    """Whose full parameter a part is, and of which micro-step."""
+    stamp = stamp_of(part)
+    return stamp.params[0], stamp.micro_step
+
+
+def keepable(graph: StepGraph) -> list[TransferNodes]:
     """Gathers of backward that repeat forward's: those with the shortest time between first."""
     forward = gathered_in(graph, Phase.FORWARD)
     again = graph.transfers(phase=Phase.BACKWARD, name=Lane.GATHER.value)
     return [
-        t
-        for t in again
-        if t.waits
-        and all((stamp_of(w).params[0], stamp_of(w).micro_step) in forward for w in t.waits)
+        t for t in again if t.of_parameters and all(key_of(part) in forward for part in t.parts)
     ]
 
 
-def keep(graph: StepGraph, transfers: list[Transfer], *, cut: bool) -> None:
+def keep(graph: StepGraph, transfers: list[TransferNodes], *, cut: bool) -> None:
     """Let backward read what forward gathered, and drop backward's own gathers.
 
     Args:
@@ -51,14 +56,14 @@ def keep(graph: StepGraph, transfers: list[Transfer], *, cut: bool) -> None:
     forward = gathered_in(graph, Phase.FORWARD)
     keys: set[Key] = set()
     for transfer in transfers:
-        for wait, result in zip(transfer.waits, transfer.results, strict=True):
-            key = (stamp_of(wait).params[0], stamp_of(wait).micro_step)
+        for part, result in zip(transfer.parts, transfer.results, strict=True):
+            key = key_of(part)
             keys.add(key)
-            first_wait, first_result = forward[key]
-            if result is not wait:
+            first_part, first_result = forward[key]
+            if result is not part:
                 result.replace_all_uses_with(first_result)
-            wait.replace_all_uses_with(
-                first_wait, delete_user_cb=lambda u: stamp_of(u).role is not Role.FINISH
+            part.replace_all_uses_with(
+                first_part, delete_user_cb=lambda u: stamp_of(u).role is not Role.FINISH
             )
     for release in list(graph.nodes(role=Role.RELEASE)):
         stamp = stamp_of(release)
@@ -66,7 +71,7 @@ def keep(graph: StepGraph, transfers: list[Transfer], *, cut: bool) -> None:
             _shorten(graph, release, {forward[k][0] for k in keys if k[1] == stamp.micro_step})
     for transfer in transfers:
         for node in sorted(
-            (*transfer.prepare, transfer.launch, *transfer.parts, *transfer.waits, *transfer.finish)
+            (*transfer.prepare, transfer.launch, transfer.wait, *transfer.parts, *transfer.finish)
         )[::-1]:
             graph.graph.erase_node(node)
 

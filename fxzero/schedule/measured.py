@@ -31,12 +31,13 @@ from torch import Tensor, fx
 
 from fxzero._compat import default_store, real_tensors, return_free_memory
 from fxzero.cost.analytic import AnalyticCosts, work_of
-from fxzero.cost.model import Collective, Message, TransferCost
+from fxzero.cost.model import TransferCost
 from fxzero.errors import FxZeroError
 from fxzero.graph.aliases import is_view
 from fxzero.runtime import collectives
 from fxzero.runtime.cutout import Cutout, cut_out, is_lowerable, runs
 from fxzero.runtime.regions import CACHE, Region, StructureKey
+from fxzero.transfer import Transfer, TransferKind
 
 LEAST_BYTES, MOST_BYTES = 1 << 12, 8 << 20
 """Full bytes of the collectives that show latency, and bandwidth."""
@@ -165,23 +166,23 @@ class MeasuredCosts:
         if self.device_type == "cuda":
             torch.cuda.synchronize()
 
-    def transfer(self, message: Message) -> TransferCost:
+    def transfer(self, transfer: Transfer) -> TransferCost:
         """See `CostModel`."""
-        if message.size <= 1 or not dist.is_initialized():
+        if transfer.size <= 1 or not dist.is_initialized():
             return TransferCost(0.0)
-        if message.size != dist.get_world_size():
-            return self.base.transfer(message)  # a part of the ranks: not measured
+        if transfer.size != dist.get_world_size():
+            return self.base.transfer(transfer)  # a part of the ranks: not measured
         local = os.environ.get("LOCAL_WORLD_SIZE", "")
-        what = f"{message.kind} {message.size} ranks {local} a host {machine()}"
+        what = f"{transfer.kind} {transfer.size} ranks {local} a host {machine()}"
         if what not in self._figures:
-            self._figures[what] = self.agree(what, lambda: self._time_collective(message.kind))
+            self._figures[what] = self.agree(what, lambda: self._time_collective(transfer.kind))
         latency_us, us_per_byte, host_us, host_us_per_byte = self._figures[what]
         return TransferCost(
-            latency_us * message.num_tensors + us_per_byte * message.num_bytes,
-            host_us * message.num_tensors + host_us_per_byte * message.num_bytes,
+            latency_us * transfer.num_tensors + us_per_byte * transfer.full_bytes,
+            host_us * transfer.num_tensors + host_us_per_byte * transfer.full_bytes,
         )
 
-    def _time_collective(self, kind: Collective) -> list[float]:
+    def _time_collective(self, kind: TransferKind) -> list[float]:
         """α and β in microseconds, and the same of what the host loses."""
         with real_tensors(), torch.no_grad():
             latency_us, launch_us = self._stream_us(kind, LEAST_BYTES, 1)
@@ -190,7 +191,7 @@ class MeasuredCosts:
         per_byte = max(stream_us - latency_us, 0.0) / (IN_FLIGHT * MOST_BYTES)
         return [latency_us, per_byte, launch_us, lost_us / (IN_FLIGHT * MOST_BYTES)]
 
-    def _stream_us(self, kind: Collective, num_bytes: int, count: int) -> tuple[float, float]:
+    def _stream_us(self, kind: TransferKind, num_bytes: int, count: int) -> tuple[float, float]:
         """The time of some collectives in flight together, and of launching one."""
         start, finish = collective(kind, num_bytes, self.device_type)
         walls, launches = [], []
@@ -206,7 +207,7 @@ class MeasuredCosts:
             walls.append(time.perf_counter() - begin)
         return median(walls[1:]) * 1e6, median(launches[1:]) * 1e6
 
-    def _lost_us(self, kind: Collective, stream_us: float) -> float:
+    def _lost_us(self, kind: TransferKind, stream_us: float) -> float:
         """What compute loses while a stream of collectives is in flight."""
         start, finish = collective(kind, MOST_BYTES, self.device_type)
         matrix = torch.randn(256, 256, device=self.device_type)
@@ -274,7 +275,7 @@ def _wait_for(store: Any, key: str, what: str, rank: int = 0) -> str:
 
 
 def collective(
-    kind: Collective, num_bytes: int, device_type: str
+    kind: TransferKind, num_bytes: int, device_type: str
 ) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     """How to start and how to join one collective over all ranks, as the backend will run it."""
     group = dist.group.WORLD
@@ -283,22 +284,22 @@ def collective(
     full = torch.ones(num_bytes // 4 // size * size, device=device_type)
     part = full.chunk(size)[group.rank()].clone()
     if device_type == "cpu":
-        if kind is Collective.ALL_GATHER:
-            return lambda: collectives.gather(part, size, name), collectives.join
-        if kind is Collective.REDUCE_SCATTER:
+        if kind is TransferKind.ALL_GATHER:
+            return lambda: collectives.gather([part], size, name), collectives.join
+        if kind is TransferKind.REDUCE_SCATTER:
             return (
-                lambda: collectives.exchange(full, size, name, False),
+                lambda: collectives.exchange([full], size, name, [False]),
                 lambda flight: collectives.join_exchange(flight, size),
             )
         return (
-            lambda: collectives.all_reduce(full, name, True),
+            lambda: collectives.all_reduce([full], name, [True]),
             lambda flight: collectives.join_sum(flight, size),
         )
     functional = torch.ops._c10d_functional
     wait = functional.wait_tensor.default
-    if kind is Collective.ALL_GATHER:
+    if kind is TransferKind.ALL_GATHER:
         return lambda: functional.all_gather_into_tensor(part, size, name), wait
-    if kind is Collective.REDUCE_SCATTER:
+    if kind is TransferKind.REDUCE_SCATTER:
         return lambda: functional.reduce_scatter_tensor(full, "avg", size, name), wait
     return lambda: functional.all_reduce(full, "avg", name), wait
 

@@ -11,21 +11,22 @@ tail      what waits for several reduces: the gradients' norm, clipping, and so 
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from fxzero.cost.model import CostModel, message_of
+from fxzero.cost.model import CostModel, TransferCost
 from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
-from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
-from fxzero.graph.step_graph import Transfer
-from fxzero.schedule.tasks import Hold, Task, TaskGraph
+from fxzero.graph.step_graph import TransferNodes
+from fxzero.schedule.engine import Hold, Task, TaskGraph
+from fxzero.schedule.followers import is_follower, through_followers, with_followers
+from fxzero.schedule.keep import gathered_in, key_of
+from fxzero.schedule.storage import Storage, storages_of
+from fxzero.transfer import Pool
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,17 @@ class Problem:
     """By compute task: what it is the last to read."""
     followers: tuple[fx.Node, ...]
     """What runs as soon as it can, between two units."""
-    gathers: dict[int, Transfer]
+    gathers: dict[int, TransferNodes]
     """By gather task."""
+
+    def names(self) -> list[str]:
+        """The tasks' names, each its own: the second of a name is ``"name #2"``."""
+        seen: Counter[str] = Counter()
+        found = []
+        for task in self.graph.tasks:
+            seen[task.name] += 1
+            found.append(task.name if seen[task.name] == 1 else f"{task.name} #{seen[task.name]}")
+        return found
 
     def node_order(self, order: Sequence[int], first: Collection[str] = ()) -> list[fx.Node]:
         """All call nodes in the order that an order of tasks means.
@@ -66,16 +76,6 @@ class Problem:
         return with_followers(out, self.followers, boundaries, first)
 
 
-class _Lifetime(NamedTuple):
-    """How long a gathered parameter is read."""
-
-    key: tuple[str, int]
-    """The parameter's key, and the micro-step."""
-    num_bytes: int
-    """0 where it lives for the whole step anyway."""
-    last_unit: int | None
-
-
 @dataclass
 class _Unit:
     nodes: list[fx.Node]
@@ -93,10 +93,12 @@ class Outline:
             be launched in forward.
     """
 
-    def __init__(self, graph: StepGraph, costs: CostModel, *, cut: bool) -> None:
+    def __init__(self, graph: StepGraph, costs: CostModel, *, cut: bool, fuses: bool) -> None:
         self.step = graph
+        self.storages = storages_of(graph, fuses=fuses)
         self.costs = costs
-        transfers = [t for t in graph.transfers() if t.stamp.phase is not Phase.OPTIMIZER]
+        every = graph.transfers()
+        transfers = [t for t in every if t.of_parameters]
         self.gathers = [t for t in transfers if t.stamp.lane is Lane.GATHER]
         self.reduces = [t for t in transfers if t.stamp.lane is Lane.REDUCE]
         self.moved = {node for t in transfers for node in nodes_of(t)}
@@ -108,16 +110,21 @@ class Outline:
         self.position = {node: i for i, node in enumerate(self.compute)}
         self.first_use = [self._first_use(t) for t in self.gathers]
         self.units, self.unit_of = self._units()
-        self.unit_us = [costs.compute_us(unit.nodes) for unit in self.units]
-        self.transfer_costs = {t.launch: costs.transfer(message_of(graph, t)) for t in transfers}
+        self.own_us = {
+            t.launch: costs.transfer(t.record).wire_us
+            for t in every
+            if not t.of_parameters and t.stamp.phase is not Phase.OPTIMIZER
+        }
+        self.unit_us = [self._unit_cost(unit.nodes) for unit in self.units]
+        self.transfer_costs = {t.launch: costs.transfer(t.record) for t in transfers}
         self.made_by = [self._unit_after(sources_of(t), set()) for t in self.reduces]
+        self.made_at = {n: self._unit_after([n], set()) for n in self.followers}
         self.second_of = self._second_stages()
         self.follower_us, self.tail_us = self._follower_costs()
-        self.wait_lifetimes = [self._wait_lifetimes(t) for t in self.gathers]
         self.ending = self._endings()
         self.end_of_forward = self._end_of_forward() if cut else None
 
-    def _first_use(self, transfer: Transfer) -> int | None:
+    def _first_use(self, transfer: TransferNodes) -> int | None:
         """The position of the first compute node that reads a transfer's results."""
         users = (self.position.get(u) for n in transfer.results for u in n.users)
         return min((p for p in users if p is not None), default=None)
@@ -162,6 +169,15 @@ class Outline:
                 units[unit_of[use]].reads.append(i)
         return units, unit_of
 
+    def _unit_cost(self, nodes: Sequence[fx.Node]) -> float:
+        """What a unit takes. A model's own collectives stay where its author has put them, and
+        are taken to be waited for at once."""
+        if not self.own_us:
+            return self.costs.compute_us(nodes)
+        moving = (Role.LAUNCH, Role.WAIT, Role.PART)
+        computes = [node for node in nodes if stamp_of(node).role not in moving]
+        return self.costs.compute_us(computes) + sum(self.own_us.get(node, 0.0) for node in nodes)
+
     def _unit_after(self, nodes: Iterable[fx.Node], seen: set[fx.Node]) -> int:
         """The last unit that nodes depend on, through followers and transfers; -1 for none."""
         last = -1
@@ -193,7 +209,7 @@ class Outline:
         """For each reduce, those whose results it sends on: across replicas."""
         join_of = {n: i for i, t in enumerate(self.reduces) for n in join_nodes(t)}
         return [
-            sorted({join_of[s] for s in _through_followers(sources_of(t)) if s in join_of} - {i})
+            sorted({join_of[s] for s in through_followers(sources_of(t)) if s in join_of} - {i})
             for i, t in enumerate(self.reduces)
         ]
 
@@ -210,19 +226,8 @@ class Outline:
                 tail.append(node)
         # Transfers of the optimizer phase: the norm's sum, which everything waits for.
         blocking = self.step.transfers(phase=Phase.OPTIMIZER)
-        wires = (self.costs.transfer(message_of(self.step, t)).wire_us for t in blocking)
+        wires = (self.costs.transfer(t.record).wire_us for t in blocking)
         return follower_us, self.costs.compute_us(tail) + sum(wires)
-
-    def _wait_lifetimes(self, transfer: Transfer) -> list[_Lifetime]:
-        """For each full parameter of a gather, which one it is and how long it is read."""
-        found = []
-        for wait in transfer.waits:
-            stamp = stamp_of(wait)
-            (key, *_) = stamp.params
-            amount = num_bytes(wait) if self.step.specs[key].zero == 3 else 0
-            last = self._last_unit(readers(wait))
-            found.append(_Lifetime((key, stamp.micro_step), amount, last))
-        return found
 
     def _endings(self) -> dict[int, list[fx.Node]]:
         """By unit, the releases after it."""
@@ -296,11 +301,6 @@ class _Problem:
 
     def __post_init__(self) -> None:
         self.index = {what: i for i, what in enumerate(self.plan)}
-        self.read_again = {
-            lifetime.key: lifetime.last_unit
-            for i in self.dropped
-            for lifetime in self.outline.wait_lifetimes[i]
-        }
 
     def make(self, budget_bytes: int | None) -> Problem:
         outline = self.outline
@@ -317,8 +317,11 @@ class _Problem:
             tasks.append(task)
             nodes.append(tuple(placed))
         units = {self.index["unit", u]: unit for u, unit in enumerate(outline.units)}
+        budgets = {} if budget_bytes is None else {Pool.DEVICE: budget_bytes}
+        holds = self.holds()
+        every = tuple(replace(task, holds=tuple(holds[i])) for i, task in enumerate(tasks))
         return Problem(
-            TaskGraph(tuple(tasks), budget_bytes),
+            TaskGraph(every, budgets),
             tuple(nodes),
             joins={
                 me: tuple(
@@ -342,41 +345,81 @@ class _Problem:
             },
         )
 
+    def holds(self) -> dict[int, list[Hold]]:
+        """By task, what transfers hold from its issue on: the storages of the graph, seen from
+        tasks. So what a budget bounds is what a simulation counts."""
+        outline = self.outline
+        storages = outline.storages
+        place = self._places()
+        again: dict[Storage, Storage] = {}
+        gone: set[Storage] = set()
+        if self.dropped:
+            first = {k: storages.of[p][0] for k, (p, _) in gathered_in(outline.step).items()}
+            for i in self.dropped:
+                for part in outline.gathers[i].parts:
+                    (dropped,) = storages.of[part]
+                    gone.add(dropped)
+                    again[first[key_of(part)]] = dropped
+        found: dict[int, dict[tuple[int, ...], int]] = defaultdict(lambda: defaultdict(int))
+        for storage in storages.every:
+            if not storage.of_transfer or storage in gone:
+                continue
+            assert storage.begin is not None
+            until = again.get(storage, storage).until()
+            ends = tuple(sorted({place[node] for node in until if node in place}))
+            found[place[storage.begin]][ends] += storage.num_bytes
+        return defaultdict(
+            list,
+            {
+                task: [Hold(num_bytes, ends, of_transfer=True) for ends, num_bytes in holds.items()]
+                for task, holds in found.items()
+            },
+        )
+
+    def _places(self) -> dict[fx.Node, int]:
+        """By node, the task with which it runs."""
+        outline, index = self.outline, self.index
+        tail = index["tail", 0]
+        place: dict[fx.Node, int] = {}
+        for u, unit in enumerate(outline.units):
+            place |= dict.fromkeys(unit.nodes, index["unit", u])
+        for u, releases in outline.ending.items():
+            place |= dict.fromkeys(releases, index.get(("unit", u), tail))
+        for i, transfer in enumerate(outline.gathers):
+            if i not in self.dropped:
+                use = outline.first_use[i]
+                place |= dict.fromkeys(launch_nodes(transfer), index["gather", i])
+                joined = index["gather", i] if use is None else place[outline.compute[use]]
+                place |= dict.fromkeys(join_nodes(transfer), joined)
+        for r, transfer in enumerate(outline.reduces):
+            place |= dict.fromkeys(launch_nodes(transfer), index["reduce", r])
+            place |= dict.fromkeys(join_nodes(transfer), index["join", r])
+        for node, unit_before in outline.made_at.items():
+            place[node] = index.get(("unit", unit_before), tail)
+        return place
+
     def unit(self, u: int) -> tuple[Task, list[fx.Node]]:
         outline, index = self.outline, self.index
         unit = outline.units[u]
         after = [index["unit", u - 1]] if u else []
         after += [index["gather", g] for g in unit.needs if g not in self.dropped]
         after += [index["join", r] for r in unit.reads]
-        holds = tuple(
-            Hold(sum(map(num_bytes, outline.reduces[r].tensors)), (index["join", r],))
-            for r in self.makes[u]
-            if not outline.second_of[r]
-        )
         stamp = stamp_of(unit.nodes[0])
         name = f"{stamp.layer or 'root'} {stamp.phase.value}"
         us = outline.unit_us[u]
-        return Task(name, Lane.COMPUTE, us, after=tuple(after), holds=holds), unit.nodes
+        return Task(name, Lane.COMPUTE, us, after=tuple(after)), unit.nodes
 
     def gather(self, i: int) -> tuple[Task, list[fx.Node]]:
         outline = self.outline
         transfer = outline.gathers[i]
         cost = outline.transfer_costs[transfer.launch]
-        until: dict[int, int] = defaultdict(int)
-        for lifetime in outline.wait_lifetimes[i]:
-            last = lifetime.last_unit
-            if transfer.stamp.phase is Phase.FORWARD:
-                last = self.read_again.get(lifetime.key, last)
-            if last is not None and lifetime.num_bytes:
-                until[last] += lifetime.num_bytes
-        holds = tuple(Hold(amount, (self.index["unit", u],)) for u, amount in until.items())
         after: tuple[int, ...] = ()
         if outline.end_of_forward is not None and transfer.stamp.phase is Phase.BACKWARD:
             after = (self.index["unit", outline.end_of_forward],)
         nodes = launch_nodes(transfer)
         if outline.first_use[i] is None:
             nodes += join_nodes(transfer)
-        return Task(_name(transfer), Lane.GATHER, cost.wire_us, cost.host_us, after, holds), nodes
+        return _transfer_task(transfer, cost, after), nodes
 
     def reduce(self, r: int) -> tuple[Task, list[fx.Node]]:
         outline = self.outline
@@ -385,8 +428,7 @@ class _Problem:
         after = {self.index["join", first] for first in outline.second_of[r]}
         if outline.made_by[r] >= 0:
             after.add(self.index["unit", outline.made_by[r]])
-        task = Task(_name(transfer), Lane.REDUCE, cost.wire_us, cost.host_us, tuple(sorted(after)))
-        return task, launch_nodes(transfer)
+        return _transfer_task(transfer, cost, tuple(sorted(after))), launch_nodes(transfer)
 
     def join(self, r: int) -> tuple[Task, list[fx.Node]]:
         transfer = self.outline.reduces[r]
@@ -402,49 +444,35 @@ class _Problem:
         return task, outline.ending.get(len(outline.units), [])
 
 
-def _name(transfer: Transfer) -> str:
+def _transfer_task(transfer: TransferNodes, cost: TransferCost, after: tuple[int, ...]) -> Task:
+    resource = transfer.record.resource
+    name, lane = _name(transfer), transfer.stamp.lane
+    return Task(name, lane, cost.wire_us, cost.host_us, after, resource=resource)
+
+
+def _name(transfer: TransferNodes) -> str:
     return transfer.stamp.bucket or transfer.launch.name
 
 
-def is_follower(node: fx.Node) -> bool:
-    """Whether a node runs as soon as it can, between two units."""
-    stamp = stamp_of(node)
-    return stamp.phase is Phase.OPTIMIZER or stamp.role is Role.ACCUMULATE
-
-
-def nodes_of(transfer: Transfer) -> list[fx.Node]:
+def nodes_of(transfer: TransferNodes) -> list[fx.Node]:
     """All nodes that exist for a transfer."""
     return [*launch_nodes(transfer), *join_nodes(transfer)]
 
 
-def launch_nodes(transfer: Transfer) -> list[fx.Node]:
+def launch_nodes(transfer: TransferNodes) -> list[fx.Node]:
     """What starts a transfer."""
     return [*transfer.prepare, transfer.launch]
 
 
-def join_nodes(transfer: Transfer) -> list[fx.Node]:
+def join_nodes(transfer: TransferNodes) -> list[fx.Node]:
     """What joins a transfer."""
-    return [*transfer.parts, *transfer.waits, *transfer.finish]
+    return [transfer.wait, *transfer.parts, *transfer.finish]
 
 
-def sources_of(transfer: Transfer) -> list[fx.Node]:
+def sources_of(transfer: TransferNodes) -> list[fx.Node]:
     """What a transfer reads from outside of itself."""
     own = set(transfer.prepare)
     return [n for node in launch_nodes(transfer) for n in node.all_input_nodes if n not in own]
-
-
-def _through_followers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes, and what followers among them read."""
-    found: set[fx.Node] = set()
-    queue = list(nodes)
-    while queue:
-        node = queue.pop()
-        if node in found:
-            continue
-        found.add(node)
-        if node.op == "call_function" and is_follower(node):
-            queue += node.all_input_nodes
-    return found
 
 
 def _readers_of(release: fx.Node) -> set[fx.Node]:
@@ -457,75 +485,5 @@ def _readers_of(release: fx.Node) -> set[fx.Node]:
                 continue
             found.add(user)
             if is_view(user):
-                queue.append(user)
-    return found
-
-
-def with_followers(
-    order: Sequence[fx.Node],
-    followers: Sequence[fx.Node],
-    boundaries: Collection[fx.Node],
-    first: Collection[str] = (),
-) -> list[fx.Node]:
-    """Put each follower where what it reads is there, and what it changes has been read.
-
-    Args:
-        boundaries: the nodes of `order` before which there is room.
-        first: keys of parameters whose updates go before others that are ready too.
-    """
-    missing = {node: _awaited(node) for node in followers}
-    waiting: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for node, needed in missing.items():
-        for source in needed:
-            waiting[source].append(node)
-    chosen = set(first)
-    rank = {node: (chosen.isdisjoint(stamp_of(node).params), i) for i, node in enumerate(followers)}
-    ready = [rank[node] for node, needed in missing.items() if not needed]
-    heapq.heapify(ready)
-    out: list[fx.Node] = []
-
-    def emit(node: fx.Node) -> None:
-        out.append(node)
-        for follower in waiting.pop(node, ()):
-            missing[follower].discard(node)
-            if not missing[follower]:
-                heapq.heappush(ready, rank[follower])
-
-    def flush() -> None:
-        while ready:
-            emit(followers[heapq.heappop(ready)[1]])
-
-    for node in order:
-        if node in boundaries:
-            flush()
-        emit(node)
-    flush()
-    assert len(out) == len(order) + len(followers), "followers wait for each other"
-    return out
-
-
-def _awaited(node: fx.Node) -> set[fx.Node]:
-    """What must run before a follower: its sources, and all readers of what it changes."""
-    needed = {n for n in node.all_input_nodes if n.op == "call_function"}
-    if stamp_of(node).role is Role.UPDATE:
-        changed = [
-            source
-            for source in node.all_input_nodes
-            if source.op == "placeholder" and stamp_of(source).phase is not Phase.OPTIMIZER
-        ]
-        needed |= {reader for reader in readers(*changed) if reader < node}
-    return needed - {node}
-
-
-def readers(*sources: fx.Node) -> set[fx.Node]:
-    """Everything that reads nodes' memory: through views, and in collectives until joined."""
-    found: set[fx.Node] = set()
-    queue = list(sources)
-    while queue:
-        for user in queue.pop().users:
-            if user in found or user.op == "output":
-                continue
-            found.add(user)
-            if is_view(user) or stamp_of(user).role in (Role.PREPARE, Role.LAUNCH, Role.PART):
                 queue.append(user)
     return found

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fxzero.graph.stamps import Lane
-from fxzero.schedule.tasks import Clock, Replay, TaskGraph, replay
+from fxzero.schedule.engine import Clock, Replay, TaskGraph, replay
+from fxzero.transfer import Pool
 
 EXACT_TASKS = 8
 """Up to so many tasks, every order is looked at."""
@@ -87,21 +88,25 @@ class _ListScheduler:
                 if before in self.unread:
                     self.unread.discard(before)
                     self.ahead_bytes -= self.graph.num_bytes[before]
-        for follower in self.graph.followers[index]:
-            self.missing[follower] -= 1
-            if not self.missing[follower]:
-                self._ready(follower)
+        for later in self.graph.needed_by[index]:
+            self.missing[later] -= 1
+            if not self.missing[later]:
+                self._ready(later)
 
     def _fits(self, index: int) -> bool:
-        budget = self.graph.budget_bytes
-        return budget is None or self.clock.held + self.graph.num_bytes[index] <= budget
+        held, budgets = self.clock.held, self.graph.budgets
+        return all(
+            held[pool] + num_bytes <= budgets[pool]
+            for pool, num_bytes in self.graph.begins[index]
+            if pool in budgets
+        )
 
     def _is_next(self, gather: int) -> bool:
         """Whether something waits for nothing but gathers, this one among them."""
         ended = self.clock.ended
         return any(
             all(b in ended or self.tasks[b].lane is Lane.GATHER for b in self.tasks[f].after)
-            for f in self.graph.followers[gather]
+            for f in self.graph.needed_by[gather]
         )
 
     def _best_compute(self) -> int | None:
@@ -159,7 +164,7 @@ def fixed_order(graph: TaskGraph, distance: int, reduce_distance: int) -> list[i
     in_flight: list[int] = []
     reduces = [i for i, task in enumerate(tasks) if task.lane is Lane.REDUCE]
     first_use = {
-        i: min(graph.followers[i], default=len(tasks))
+        i: min(graph.needed_by[i], default=len(tasks))
         for i, task in enumerate(tasks)
         if task.lane is Lane.GATHER
     }
@@ -175,11 +180,9 @@ def fixed_order(graph: TaskGraph, distance: int, reduce_distance: int) -> list[i
 
     def join(count: int) -> None:
         while len(in_flight) > count:
-            for follower in graph.followers[in_flight.pop(0)]:
-                if tasks[follower].lane is Lane.COMPUTE and issued.issuperset(
-                    tasks[follower].after
-                ):
-                    issue(follower)
+            for later in graph.needed_by[in_flight.pop(0)]:
+                if not tasks[later].is_transfer and issued.issuperset(tasks[later].after):
+                    issue(later)
 
     def launch() -> None:
         """Launch what has become ready to be reduced; a join may make more ready."""
@@ -219,17 +222,18 @@ def exact_order(graph: TaskGraph) -> list[int] | None:
 
     def search(clock: Clock, order: list[int], left: set[int]) -> None:
         nonlocal best, found
-        if (clock.makespan_us, clock.peak) >= best:
+        figures = (clock.makespan_us, clock.peaks[Pool.DEVICE])
+        if figures >= best:
             return
         if not left:
-            best, found = (clock.makespan_us, clock.peak), list(order)
+            best, found = figures, list(order)
             return
         for index in sorted(left, key=lambda i: -least_left[i]):
             if any(before in left for before in graph.tasks[index].after):
                 continue
             following = clock.copy()
             following.issue(index)
-            if graph.budget_bytes is not None and following.peak > graph.budget_bytes:
+            if not graph.fits(following.peaks):
                 continue
             search(following, [*order, index], left - {index})
 
@@ -253,14 +257,15 @@ def best_order(graph: TaskGraph) -> Found | None:
             return None
         key = tuple(order)
         result = Found(key, replay(graph, order), by)
-        if graph.budget_bytes is not None and result.replay.peak_bytes > graph.budget_bytes:
+        if not graph.fits(result.replay.peaks):
             return None
         found.append(result)
         return result
 
     if len(graph) <= EXACT_TASKS:
         return consider(lambda: exact_order(graph), "exact")
-    largest = max((t.num_bytes for t in graph.tasks if t.lane is Lane.GATHER), default=0)
+    gathers = (i for i, task in enumerate(graph.tasks) if task.lane is Lane.GATHER)
+    largest = max((graph.num_bytes[i] for i in gathers), default=0)
     for joins_first in (True, False):
         for factor in WINDOWS if largest else (0,):
             window = factor * largest

@@ -1,49 +1,25 @@
-"""Replay a scheduled graph with a cost model: when each node runs, and what waits for what.
+"""Replay a scheduled graph: when each node runs, what waits for what, what is held meanwhile.
 
-`Program.of` asks for every cost once; `Program.run` replays them in milliseconds, twenty
-thousand nodes included. Launches that a step leaves to the next one
-(`fxzero.passes.gather_ahead`) are in flight when the next begins: two steps are replayed, and
-the second one is told of.
+`tasks_of` makes a task of every region, transfer and wait, in launch order, with costs and with
+the storages that begin there; the engine replays them, twenty thousand in a fraction of a second.
+Launches that a step leaves to the next one (`fxzero.passes.gather_ahead`) are in flight when
+the next begins: two steps are replayed then, and the second one is told of.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from torch import fx
-
-from fxzero.cost.model import CostModel, message_of
+from fxzero.cost.model import CostModel, FixedCosts
 from fxzero.graph import Lane, Role, StepGraph
 from fxzero.graph.stamps import stamp_of
 from fxzero.runtime.ahead import Launch, Take
-from fxzero.runtime.cutout import runs
-
-
-class Do(StrEnum):
-    """What a step of a program does."""
-
-    COMPUTE = "compute"
-    LAUNCH = "launch"
-    WAIT = "wait"
-    AHEAD = "ahead"
-    """Launches for the next step."""
-
-
-class Event(NamedTuple):
-    """One step of a program."""
-
-    do: Do
-    node: str
-    name: str
-    layer: str
-    lane: Lane
-    us: float
-    host_us: float
-    transfer: str
-    """Which transfer it launches or joins."""
+from fxzero.schedule import engine
+from fxzero.schedule.engine import COMPUTE, Hold, Task, TaskGraph, alive_at
+from fxzero.schedule.storage import Kind, Storage, storages_of
 
 
 class Span(NamedTuple):
@@ -60,7 +36,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """One step, replayed."""
+    """The time of one step, replayed."""
 
     makespan_us: float
     """From one step's beginning to the next one's, when nothing is left to do but transfers."""
@@ -83,101 +59,202 @@ class Simulation:
 
 
 @dataclass(frozen=True)
+class Alive:
+    """A storage that is alive."""
+
+    name: str
+    kind: Kind
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a graph's run holds over time."""
+
+    peak_bytes: int
+    peak_node: str
+    """The node during which the peak is reached."""
+    resident_bytes: int
+    """Inputs, which live throughout."""
+    curve: tuple[tuple[str, int], ...]
+    """By node, the most bytes held while it runs."""
+    alive: tuple[Alive, ...]
+    """What is alive at the peak, largest first."""
+    transfers_bytes: int
+    """The most that transfers hold at once: gathered parameters that will be released, and
+    gradients that are still to be reduced. What `prefetch.budget_bytes` bounds."""
+
+    def by_kind(self) -> dict[str, int]:
+        """Bytes at the peak by what they are for."""
+        found: dict[str, int] = defaultdict(int)
+        for item in self.alive:
+            found[item.kind.value] += item.num_bytes
+        return dict(found)
+
+
+@dataclass(frozen=True)
 class Program:
-    """A scheduled graph's events, in launch order, with their costs."""
+    """A scheduled graph's tasks, in launch order."""
 
-    events: tuple[Event, ...]
-
-    @staticmethod
-    def of(graph: StepGraph, costs: CostModel, *, fuses: bool) -> Program:
-        """Ask a cost model about every node.
-
-        Args:
-            fuses: whether runs of compute are, or will be, compiled regions.
-        """
-        transfers = {t.launch: t for t in graph.transfers()}
-        nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
-        run_of: dict[fx.Node, list[fx.Node]] = {}
-        if fuses:
-            run_of = {node: run for run in runs(nodes) for node in run}
-        joined: dict[fx.Node, str] = {}
-        ahead: dict[int, tuple[float, float]] = {}
-        for launch, transfer in transfers.items():
-            for wait in transfer.waits:
-                joined[wait] = launch.name
-            if isinstance(launch.target, Take):
-                cost = costs.transfer(message_of(graph, transfer))
-                ahead[id(launch.target.ahead)] = (cost.wire_us, cost.host_us)
-        taken = {id(n.target.ahead): n.name for n in nodes if isinstance(n.target, Take)}
-        events: list[Event] = []
-        for node in nodes:
-            stamp = stamp_of(node)
-            where = (node.name, node.name, stamp.layer, stamp.lane)
-            if node in transfers:
-                cost = costs.transfer(message_of(graph, transfers[node]))
-                events.append(Event(Do.LAUNCH, *where, cost.wire_us, cost.host_us, node.name))
-            elif isinstance(node.target, Launch):
-                wire_us, host_us = ahead[id(node.target.ahead)]
-                launch = taken[id(node.target.ahead)]
-                events.append(Event(Do.AHEAD, *where, wire_us, host_us, launch))
-            elif node in joined:
-                events.append(Event(Do.WAIT, *where, 0.0, 0.0, joined[node]))
-            elif stamp.role not in (Role.PART, Role.RELEASE):
-                run = run_of.get(node, [node])
-                if run[0] is node:
-                    us = costs.compute_us(run)
-                    if us:
-                        name = node.name if len(run) == 1 else stamp.layer or "root"
-                        what = (node.name, name, stamp.layer, Lane.COMPUTE)
-                        events.append(Event(Do.COMPUTE, *what, us, 0.0, ""))
-        return Program(tuple(events))
+    graph: TaskGraph
+    layers: tuple[str, ...] = ()
+    """By task."""
+    labels: tuple[str, ...] = ()
+    """By task: what a trace calls it."""
+    ahead: dict[int, int] | None = None
+    """Launches for the next step, by the launch there that they save."""
+    resident: tuple[Hold, ...] = ()
+    """What lives throughout."""
 
     def run(self) -> Simulation:
-        """Replay two steps and tell of the second."""
-        host_us, link_us, ends, _ = self._replay(0.0, {})
+        """Replay one step, or where a step starts something for the next one the second of two."""
+        count = len(self.graph)
+        tasks = [replace(task, holds=()) for task in self.graph.tasks]
+        steps = [tasks]
+        if self.ahead:
+            steps.append([self._again(i, task, count) for i, task in enumerate(tasks)])
+        doubled = TaskGraph(tuple(task for step in steps for task in step))
+        first = len(doubled) - count
+        every = engine.replay(doubled, range(len(doubled)))
         # The second step begins when the first one's host is done; the link may still be busy.
-        carried = {name: end - host_us for name, end in ends.items() if name.startswith("next ")}
-        carried = {name.removeprefix("next "): end for name, end in carried.items()}
-        return self._replay(max(link_us - host_us, 0.0), carried)[3]
-
-    def _replay(
-        self, link_us: float, carried: dict[str, float]
-    ) -> tuple[float, float, dict[str, float], Simulation]:
-        """One step: when host and link are done, when each transfer ends, and what to tell.
-
-        Args:
-            carried: when launches of the step before end, by their names.
-        """
-        host_us = 0.0
-        ends = dict(carried)
-        exposed = 0.0
-        busy: dict[str, float] = defaultdict(float)
+        begin = engine.replay(TaskGraph(tuple(tasks)), range(count)).compute_us if first else 0.0
+        spans, busy = [], dict[str, float]()
         exposed_by: dict[str, float] = defaultdict(float)
-        spans: list[Span] = []
-        for do, node, name, layer, lane, us, event_host_us, transfer in self.events:
-            if do is Do.COMPUTE:
-                spans.append(Span(node, name, layer, lane, host_us, us))
-                busy[lane] += us
-                host_us += us
-            elif do is Do.WAIT:
-                late = ends.get(transfer, 0.0) - host_us
-                if late > 0:
-                    exposed += late
-                    exposed_by[lane] += late
-                    host_us += late
-            else:
-                if do is Do.LAUNCH and transfer in carried:
-                    continue  # in flight since the last step
-                start = max(host_us, link_us)
-                link_us = start + us
-                ends[transfer if do is Do.LAUNCH else f"next {transfer}"] = link_us
-                busy[lane] += us
-                spans.append(Span(node, name, layer, lane, start, us))
-                host_us += event_host_us
-        result = Simulation(host_us, dict(busy), exposed, dict(exposed_by), tuple(spans))
-        return host_us, link_us, ends, result
+        for i in range(first, len(doubled)):
+            task = doubled.tasks[i]
+            if task.us:
+                start = every.start_us[i] - begin
+                spans.append(self._span(i - first, task, start))
+                busy[task.lane] = busy.get(task.lane, 0.0) + task.us
+            if i in every.stalls:
+                lane, us = every.stalls[i]
+                exposed_by[lane] += us
+        return Simulation(
+            makespan_us=every.compute_us - begin,
+            busy_us=busy,
+            exposed_us=sum(exposed_by.values()),
+            exposed_by=dict(exposed_by),
+            spans=tuple(spans),
+        )
+
+    def _again(self, index: int, task: Task, count: int) -> Task:
+        """A task of the second step, which finds in flight what the first has started."""
+        assert self.ahead is not None
+        if index in self.ahead:
+            return replace(task, after=(), us=0.0, host_us=0.0)
+        return replace(task, after=tuple(self.ahead.get(b, b + count) for b in task.after))
+
+    def _span(self, index: int, task: Task, start_us: float) -> Span:
+        label = self.labels[index] if self.labels else task.name
+        layer = self.layers[index] if self.layers else ""
+        return Span(task.name, label, layer, task.lane, start_us, task.us)
+
+    def memory(self) -> Memory:
+        """What one step holds."""
+        order = range(len(self.graph))
+        found = engine.replay(self.graph, order)
+        always = sum(hold.num_bytes for hold in self.resident)
+        peak = max(range(len(order)), key=found.held_bytes.__getitem__, default=None)
+        holds = list(self.resident)
+        if peak is not None:
+            holds += alive_at(self.graph, order, peak)
+        alive = [Alive(h.name, Kind(h.kind), h.num_bytes) for h in holds if h.num_bytes]
+        alive.sort(key=lambda item: (-item.num_bytes, item.name))
+        names = [task.name for task in self.graph.tasks]
+        return Memory(
+            peak_bytes=always + found.peak_bytes,
+            peak_node="" if peak is None else names[peak],
+            resident_bytes=always,
+            curve=tuple((n, always + b) for n, b in zip(names, found.held_bytes, strict=True)),
+            alive=tuple(alive),
+            transfers_bytes=self._of_transfers().peak_bytes,
+        )
+
+    def _of_transfers(self) -> engine.Replay:
+        """The same step, with nothing held but what transfers hold."""
+        tasks = [
+            replace(task, holds=tuple(h for h in task.holds if h.of_transfer))
+            for task in self.graph.tasks
+        ]
+        return engine.replay(TaskGraph(tuple(tasks)), range(len(tasks)))
+
+
+def hold_of(storage: Storage, until: Sequence[int]) -> Hold:
+    """A storage as the engine sees it."""
+    return Hold(
+        storage.num_bytes,
+        tuple(until),
+        storage.pool,
+        storage.name,
+        storage.kind.value,
+        storage.of_transfer,
+    )
+
+
+def tasks_of(graph: StepGraph, costs: CostModel, *, fuses: bool) -> Program:
+    """A scheduled graph as tasks in launch order.
+
+    Args:
+        fuses: whether runs of compute are, or will be, compiled regions.
+    """
+    storages = storages_of(graph, fuses=fuses)
+    transfers = {t.launch: t for t in graph.transfers()}
+    joined = {t.wait: launch for launch, t in transfers.items()}
+    takes = {id(n.target.ahead): n for n in transfers if isinstance(n.target, Take)}
+    place = {node: i for i, group in enumerate(storages.groups) for node in group}
+    ahead: dict[int, int] = {}
+    tasks, labels, layers = [], [], []
+    for i, group in enumerate(storages.groups):
+        node = group[0]
+        stamp = stamp_of(node)
+        task = Task(node.name, Lane.COMPUTE, resource=COMPUTE)
+        if node in transfers or isinstance(node.target, Launch):
+            launch = node if node in transfers else takes[id(node.target.ahead)]  # type: ignore[union-attr]
+            record = transfers[launch].record
+            cost = costs.transfer(record)
+            task = replace(
+                task,
+                lane=stamp.lane,
+                us=cost.wire_us,
+                host_us=cost.host_us,
+                resource=record.resource,
+            )
+            if launch is not node:
+                ahead[place[launch]] = i
+        elif node in joined:
+            task = replace(task, lane=stamp.lane, after=(place[joined[node]],))
+        elif stamp.role not in (Role.PART, Role.RELEASE):
+            task = replace(task, us=costs.compute_us(group))
+        tasks.append(task)
+        labels.append(node.name if len(group) == 1 else stamp.layer or "root")
+        layers.append(stamp.layer)
+    holds: dict[int, list[Hold]] = defaultdict(list)
+    resident: list[Hold] = []
+    for storage in storages.every:
+        ends = storage.until()
+        if storage.begin is None and not ends:
+            resident.append(hold_of(storage, ()))
+            continue
+        begin = place[storage.begin] if storage.begin is not None else 0
+        holds[begin].append(hold_of(storage, [max(place[n] for n in ends)] if ends else []))
+    for node, num_bytes in storages.temporary.items():
+        if num_bytes:
+            own = Hold(num_bytes, (place[node],), name=node.name, kind=Kind.WORKSPACE.value)
+            holds[place[node]].append(own)
+    return Program(
+        TaskGraph(tuple(replace(t, holds=tuple(holds[i])) for i, t in enumerate(tasks))),
+        tuple(layers),
+        tuple(labels),
+        ahead,
+        tuple(resident),
+    )
 
 
 def simulate(graph: StepGraph, costs: CostModel, *, fuses: bool) -> Simulation:
-    """Replay a scheduled graph."""
-    return Program.of(graph, costs, fuses=fuses).run()
+    """When the nodes of a scheduled graph run."""
+    return tasks_of(graph, costs, fuses=fuses).run()
+
+
+def simulate_memory(graph: StepGraph, *, fuses: bool) -> Memory:
+    """What a scheduled graph holds when."""
+    return tasks_of(graph, FixedCosts(0.0, latency_us=0.0), fuses=fuses).memory()

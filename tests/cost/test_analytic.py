@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from fxzero.cost import AnalyticCosts, ClusterSpec, DeviceSpec, LinkSpec, Message, load_cluster
+from fxzero.cost import AnalyticCosts, ClusterSpec, DeviceSpec, LinkSpec, load_cluster
 from fxzero.cost.analytic import flops_of, work_of
 from fxzero.cost.cluster import guess_cluster, known_clusters
-from fxzero.cost.model import Collective
 from fxzero.errors import ConfigError
+from fxzero.transfer import Transfer, TransferKind
 from tests.tracing import of, scheduled, trace
 
 DEVICE = DeviceSpec("d", {"fp32": 1e9}, memory_bytes_per_s=1e9, memory_bytes=1e9)
@@ -26,14 +26,14 @@ def costs(num_nodes: int = 1, per_node: int = 4) -> AnalyticCosts:
 
 def test_a_ring_inside_a_node() -> None:
     """(g - 1) messages of a g-th: (g-1)·α + (g-1)/g · S/B."""
-    found = costs().transfer(Message(Collective.ALL_GATHER, 4_000_000, 4))
+    found = costs().transfer(Transfer(TransferKind.ALL_GATHER, 4_000_000, 4))
     assert found.wire_us == pytest.approx(3 * 2 + 3_000_000 / 1e9 * 1e6)
     assert found.host_us == pytest.approx(1 + 3_000_000 * 1e-9 * 1e6)
 
 
 def test_a_level_for_nodes_and_one_inside() -> None:
     """Two nodes of four: the slow link carries half, the fast one three quarters."""
-    found = costs(num_nodes=2).transfer(Message(Collective.REDUCE_SCATTER, 8_000_000, 8))
+    found = costs(num_nodes=2).transfer(Transfer(TransferKind.REDUCE_SCATTER, 8_000_000, 8))
     inside = 3 * 2 + 6_000_000 / 1e9 * 1e6
     between = 1 * 10 + 4_000_000 / 1e8 * 1e6
     assert found.wire_us == pytest.approx(inside + between)
@@ -41,15 +41,15 @@ def test_a_level_for_nodes_and_one_inside() -> None:
 
 def test_an_all_reduce_is_two() -> None:
     """A reduce-scatter, and an all-gather."""
-    once = costs().transfer(Message(Collective.ALL_GATHER, 1 << 20, 4))
-    twice = costs().transfer(Message(Collective.ALL_REDUCE, 1 << 20, 4))
+    once = costs().transfer(Transfer(TransferKind.ALL_GATHER, 1 << 20, 4))
+    twice = costs().transfer(Transfer(TransferKind.ALL_REDUCE, 1 << 20, 4))
     assert twice.wire_us == 2 * once.wire_us
     assert twice.host_us == 2 * once.host_us
 
 
 def test_alone_nothing_is_moved() -> None:
     """A group of one."""
-    assert costs().transfer(Message(Collective.ALL_GATHER, 1 << 20, 1)).wire_us == 0
+    assert costs().transfer(Transfer(TransferKind.ALL_GATHER, 1 << 20, 1)).wire_us == 0
 
 
 def test_a_matrix_product_is_bound_by_flops_or_by_bytes() -> None:
@@ -89,7 +89,7 @@ def test_every_spec_is_complete(name: str) -> None:
     spec = load_cluster(name)
     assert spec.name == name
     assert spec.sources
-    assert AnalyticCosts(spec).transfer(Message(Collective.ALL_GATHER, 1 << 20, 64)).wire_us > 0
+    assert AnalyticCosts(spec).transfer(Transfer(TransferKind.ALL_GATHER, 1 << 20, 64)).wire_us > 0
 
 
 def test_mistakes_in_a_spec(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,15 +11,18 @@ from torch import fx, nn
 
 from fxzero.errors import VerificationError
 from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
+from fxzero.graph.launch import call_of, emit_transfer, emit_wait
+from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import set_stamp, stamp_of
+from fxzero.graph.step_graph import sent_by
 from fxzero.graph.verify import check_updates, verify
 from fxzero.passes import Bucket, Fact
 from fxzero.runtime.account import collectives_digest
+from fxzero.transfer import Transfer
 from tests.passes.test_recompute import with_dropout
 from tests.stepping import EAGER, chain_of, step_graph
-from tests.tracing import chain, clone, find, of, of_role, scheduled
+from tests.tracing import chain, find, of, of_role, scheduled
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _aten = torch.ops.aten
 _ALL = frozenset(Fact) - {Fact.CUT}
 
@@ -83,40 +86,39 @@ def test_a_random_node_run_twice() -> None:
 
 def test_a_collective_without_wait(graph: StepGraph) -> None:
     wait = wait_of(graph)
-    (part,) = wait.all_input_nodes
-    launch = part.all_input_nodes[0]
-    wait.replace_all_uses_with(launch.args[0][0])  # type: ignore[index, arg-type]
+    (part,) = wait.users
+    (launch,) = wait.all_input_nodes
+    part.replace_all_uses_with(launch.args[0][0])  # type: ignore[index, arg-type]
+    graph.graph.erase_node(part)
     graph.graph.erase_node(wait)
-    rule = f"collective {launch.name} carries 1 tensors and is waited for 0 times"
-    assert_refused(graph, rule, launch, "exactly one wait_tensor")
+    rule = f"the transfer {launch.name} is waited for 0 times"
+    assert_refused(graph, rule, launch, "exactly one wait")
 
 
 def test_a_collective_whose_tensor_is_forgotten(graph: StepGraph) -> None:
     wait = wait_of(graph)
-    (part,) = wait.all_input_nodes
-    launch = part.all_input_nodes[0]
-    wait.replace_all_uses_with(launch.args[0][0])  # type: ignore[index, arg-type]
-    graph.graph.erase_node(wait)
+    (part,) = wait.users
+    (launch,) = wait.all_input_nodes
+    part.replace_all_uses_with(launch.args[0][0])  # type: ignore[index, arg-type]
     graph.graph.erase_node(part)
-    assert_refused(graph, "is waited for 0 times", launch, "exactly one wait_tensor")
+    rule = rf"{wait.name} brings 1 tensors, and those at \[\] are taken"
+    assert_refused(graph, rule, wait, "has one part")
 
 
 def test_a_collective_waited_for_twice(graph: StepGraph) -> None:
-    wait = wait_of(graph, Lane.REDUCE)
-    (part,) = wait.all_input_nodes
-    with graph.graph.inserting_after(wait):
-        graph.call(_WAIT, (part,), stamp=stamp_of(wait))
-    launch = part.all_input_nodes[0]
-    assert_refused(graph, "is waited for 2 times", launch, "exactly one wait_tensor")
+    (launch,) = wait_of(graph, Lane.REDUCE).all_input_nodes
+    with graph.graph.inserting_after(launch):
+        emit_wait(graph, launch, stamp_of(launch))
+    assert_refused(graph, "is waited for 2 times", launch, "exactly one wait")
 
 
 def test_a_read_in_flight(graph: StepGraph) -> None:
     wait = wait_of(graph)
-    (part,) = wait.all_input_nodes
-    reader = next(iter(wait.users))
-    reader.replace_input_with(wait, part)
-    rule = f"{reader.name} reads {part.name}, which is still in flight"
-    assert_refused(graph, rule, reader, "Read the result of its wait_tensor")
+    (launch,) = wait.all_input_nodes
+    (part,) = wait.users
+    part.replace_input_with(wait, launch)
+    rule = f"{part.name} reads {launch.name}, which is still in flight"
+    assert_refused(graph, rule, part, "Read a part of its wait")
 
 
 def test_a_read_after_release(graph: StepGraph) -> None:
@@ -148,7 +150,7 @@ def test_a_gradient_that_is_not_reduced(graph: StepGraph) -> None:
     position = next(iter(graph.gradients))
     values = list(graph.output_values)
     node = gradient_of(graph, position)
-    (launch,) = [t.launch for t in graph.transfers(name="reduce") if node in t.waits]
+    (launch,) = [t.launch for t in graph.transfers(name="reduce") if node in t.parts]
     values[position] = launch.args[0][0]  # type: ignore[index]
     graph.set_output_values(values)
     expected = launch.args[-1]
@@ -163,16 +165,10 @@ def test_a_gradient_that_is_reduced_twice(graph: StepGraph) -> None:
     values = list(graph.output_values)
     node = gradient_of(graph, position)
     stamp = stamp_of(node)
-    (launch,) = [t.launch for t in graph.transfers(name="reduce") if node in t.waits]
+    (transfer,) = [t for t in graph.transfers(name="reduce") if node in t.parts]
+    record = replace(transfer.record, full_bytes=num_bytes(node), num_tensors=1)
     with graph.graph.inserting_before(graph.output):
-        again = graph.call(
-            torch.ops._c10d_functional.all_reduce_coalesced.default,
-            ([node], "avg", launch.args[-1]),
-            stamp=Stamp(Phase.BACKWARD, Lane.REDUCE, Role.LAUNCH, params=stamp.params),
-        )
-        part_stamp = Stamp(Phase.BACKWARD, Lane.REDUCE, Role.PART)
-        part = graph.call(operator.getitem, (again, 0), stamp=part_stamp)
-        values[position] = graph.call(_WAIT, (part,), stamp=stamp)
+        values[position] = emit_transfer(graph, node, record, stamp)
     graph.set_output_values(values)
     assert_refused(
         graph, "is reduced over groups", values[position], "reduced once over each group"
@@ -189,7 +185,7 @@ def swap_parts(graph: StepGraph, lane: str) -> fx.Node:
     transfer = graph.transfers(name=lane)[0]
     first, second = transfer.parts
     first.args, second.args = second.args, first.args
-    return transfer.waits[0]
+    return second
 
 
 @pytest.mark.parametrize("lane", ["gather", "reduce"])
@@ -197,9 +193,9 @@ def test_two_results_that_are_swapped(lane: str) -> None:
     """Every shape fits."""
     graph = of_one_bucket()
     verify(graph, _ALL, after="prefetch")
-    wait = swap_parts(graph, lane)
-    rule = rf"{wait.name} is waited for as layers.\d.weight, but \w+ sent layers.\d.weight there"
-    assert_refused(graph, rule, wait, "Keep the order of tensors, parts and waits")
+    part = swap_parts(graph, lane)
+    rule = rf"{part.name} is taken for layers.\d.weight, but \w+ sent layers.\d.weight there"
+    assert_refused(graph, rule, part, "Keep the order of tensors and parts")
 
 
 def test_two_gradients_that_are_swapped() -> None:
@@ -216,21 +212,48 @@ def test_two_gradients_that_are_swapped() -> None:
 
 def test_a_gradient_that_is_a_sum(graph: StepGraph) -> None:
     """As large as there are ranks."""
+    transfer = graph.transfers(name="reduce")[0]
+    record = replace(transfer.record, op="sum")
+    change(transfer.launch, record)
+    rule = r"the gradient of layers.\d.weight is no mean over the ranks"
+    assert_refused(graph, rule, transfer.launch, "Gradients are averaged")
+
+
+def change(launch: fx.Node, record: Transfer) -> None:
+    """Let a launch do something else, and its record say so."""
+    set_stamp(launch, replace(stamp_of(launch), transfer=record))
+    launch.target, launch.args = call_of(record, sent_by(launch))
+
+
+def test_a_call_that_does_not_do_what_its_record_says(graph: StepGraph) -> None:
+    """The record is what everybody reads."""
     launch = graph.transfers(name="reduce")[0].launch
     tensors, _, *rest = launch.args
     launch.args = (tensors, "sum", *rest)
-    rule = r"the gradient of layers.\d.weight is no mean over the ranks"
-    assert_refused(graph, rule, launch, "Gradients are averaged")
+    rule = rf"{launch.name} calls .*'sum', .* its record means .*'avg'"
+    assert_refused(graph, rule, launch, "Change a transfer's record and its call together")
+
+
+def test_a_record_of_other_bytes(graph: StepGraph) -> None:
+    """Costs, budgets and traffic are counted by it."""
+    transfer = graph.transfers(name="gather")[0]
+    stamp = replace(transfer.stamp, transfer=replace(transfer.record, full_bytes=1))
+    set_stamp(transfer.launch, stamp)
+    rule = f"{transfer.launch.name} moves 1 tensors, 256 bytes in full, and its record says 1 and 1"
+    assert_refused(graph, rule, transfer.launch, "when the tensors are known")
 
 
 def test_a_gather_over_other_ranks() -> None:
     """The replicas hold the same rows."""
     graph = scheduled(chain(1), "prefetch", zero=3, mesh_shape=(2, 4))
-    launch = graph.transfers(name="gather")[0].launch
+    transfer = graph.transfers(name="gather")[0]
     (group,) = {g.name for s in graph.specs.values() for g in s.replica_groups}
-    launch.args = (*launch.args[:2], group)
-    rule = rf"{launch.name} gathers layers.0.weight over group {group} of 4, but it is sharded over"
-    assert_refused(graph, rule, launch, "gathered over the group that shares it")
+    change(transfer.launch, replace(transfer.record, group=group))
+    rule = (
+        rf"{transfer.launch.name} moves layers.0.weight by all_gather over {group} of 4, but its "
+        r"layout asks for all_gather over \d+ of 4"
+    )
+    assert_refused(graph, rule, transfer.launch, "follows from ParamSpec.layout")
 
 
 def test_a_micro_step_that_is_lost() -> None:
@@ -285,7 +308,7 @@ def test_the_digest_is_of_the_collectives() -> None:
     """Another order of the same collectives is another digest."""
     graph = scheduled(chain(2), "prefetch")
     before = collectives_digest(graph)
-    assert collectives_digest(clone(graph)) == before
+    assert collectives_digest(graph.clone()) == before
     (first, second, *_) = [t.launch for t in graph.transfers()]
     second.append(first)
     assert collectives_digest(graph) != before

@@ -75,9 +75,9 @@ def test_of(fault: Fault) -> str:
 def try_fault(fault: Fault) -> tuple[bool, str]:
     """Whether a fault is caught, and what is said."""
     outcomes, printed = Outcomes(), io.StringIO()
-    arguments = ["-q", "-x", "-p", "no:cacheprovider", f"--rootdir={ROOT}", test_of(fault)]
+    arguments = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
     with fault.in_process(), in_ranks(fault), contextlib.redirect_stdout(printed):
-        pytest.main(arguments, plugins=[outcomes])
+        pytest.main([*arguments, test_of(fault)], plugins=[outcomes])
     if not outcomes.failures:
         passed = "NOT CAUGHT: its catcher passes"
         return False, passed if outcomes.num_passed else printed.getvalue()

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from fxzero.errors import ConfigError
 from fxzero.graph import Phase, Role, Segment
 from fxzero.graph.stamps import stamp_of
-from fxzero.inspect import Plan
+from fxzero.inspect import Analysis
 from fxzero.inspect.capture import Capture
 from fxzero.passes import Accumulate
+from tests.pairwise import pairwise
 from tests.stepping import chain_of, compiled_step, step_graph
 from tests.tracing import find, of_role
 
@@ -32,9 +33,9 @@ def test_rows() -> None:
     assert [(n.args[2], n.args[3]) for n in rows] == [(0, 2), (2, 4), (4, 6)]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
-@pytest.mark.parametrize("world_size", [2, 8, 1024])
+@pytest.mark.parametrize(
+    ("world_size", "micro_batches", "zero"), pairwise((2, 8, 1024), (1, 2, 4), (0, 1, 2, 3))
+)
 def test_traffic(zero: int, micro_batches: int, world_size: int) -> None:
     """Elements on the wire: 2P, 2P, (k + 1)P, 3kP.
 
@@ -45,7 +46,7 @@ def test_traffic(zero: int, micro_batches: int, world_size: int) -> None:
         chain_of(width=width), zero=zero, micro_batches=micro_batches, world_size=world_size
     )
     num_parameters = sum(spec.num_elements for spec in compilation.specs.values())
-    plan = Plan.of(Capture((compilation,), num_parameters, world_size, zero))
+    plan = Analysis.of(Capture((compilation,), num_parameters, world_size, zero))
     k = micro_batches
     factor = {0: 2, 1: 2, 2: k + 1, 3: 3 * k}[zero]
     not_read = k * width**2 if zero == 3 else 0

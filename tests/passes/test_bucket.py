@@ -12,7 +12,6 @@ from fxzero.errors import ConfigError
 from fxzero.graph import Phase, Role, StepGraph
 from fxzero.graph.stamps import stamp_of
 from fxzero.passes import Bucket
-from fxzero.passes.bucket import wire_bytes
 from tests.passes.test_shard_params import scaled
 from tests.tracing import Build, find, of, of_role, params_of, record_of, scheduled, texts, words
 
@@ -44,18 +43,18 @@ primals_2: f32[1] = input
 primals_3: f32[4, 8] = input
 tangents_1: f32[4, 8] = input
 gather_: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], 8, 0)  # forward gather launch
-getitem: f32[8, 8] = getitem(gather_, 0)  # forward gather part
-weight: f32[8, 8] = _c10d_functional.wait_tensor(getitem)  # forward gather wait
+gather__done: (f32[8, 8]) = wait(gather_)  # forward gather wait
+weight: f32[8, 8] = getitem(gather__done, 0)  # forward gather part
 t: f32[8, 8] = aten.t(weight)  # forward compute compute
 gather__2: (f32[8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_2], 8, 0)  # forward gather launch
-getitem_2: f32[8] = getitem(gather__2, 0)  # forward gather part
-bias: f32[8] = _c10d_functional.wait_tensor(getitem_2)  # forward gather wait
+gather__2_done: (f32[8]) = wait(gather__2)  # forward gather wait
+bias: f32[8] = getitem(gather__2_done, 0)  # forward gather part
 addmm: f32[4, 8] = aten.addmm(bias, primals_3, t)  # forward compute compute
 release_default_2: None = fxzero.release([bias])  # forward gather release
 release_default: None = fxzero.release([weight])  # forward gather release
 gather__1: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], 8, 0)  # backward gather launch
-getitem_1: f32[8, 8] = getitem(gather__1, 0)  # backward gather part
-weight_1: f32[8, 8] = _c10d_functional.wait_tensor(getitem_1)  # backward gather wait
+gather__1_done: (f32[8, 8]) = wait(gather__1)  # backward gather wait
+weight_1: f32[8, 8] = getitem(gather__1_done, 0)  # backward gather part
 t_5: f32[8, 8] = aten.t(weight_1)  # backward compute compute
 t_1: f32[8, 8] = aten.t(t_5)  # backward compute compute
 mm: f32[4, 8] = aten.mm(tangents_1, t_1)  # backward compute compute
@@ -66,13 +65,13 @@ t_3: f32[8, 8] = aten.t(mm_1)  # backward compute compute
 sum_1: f32[1, 8] = aten.sum.dim_IntList(tangents_1, [0], True)  # backward compute compute
 view: f32[8] = aten.view(sum_1, [8])  # backward compute compute
 reduce__1: (f32[1]) = _c10d_functional.reduce_scatter_tensor_coalesced([view], avg, 8, 0)  # backward reduce launch
-getitem_4: f32[1] = getitem(reduce__1, 0)  # backward reduce part
-wait_tensor_default_1: f32[1] = _c10d_functional.wait_tensor(getitem_4)  # backward reduce wait
+reduce__1_done: (f32[1]) = wait(reduce__1)  # backward reduce wait
+getitem_1: f32[1] = getitem(reduce__1_done, 0)  # backward reduce part
 t_4: f32[8, 8] = aten.t(t_3)  # backward compute compute
 reduce_: (f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced([t_4], avg, 8, 0)  # backward reduce launch
-getitem_3: f32[1, 8] = getitem(reduce_, 0)  # backward reduce part
-wait_tensor_default: f32[1, 8] = _c10d_functional.wait_tensor(getitem_3)  # backward reduce wait
-return (addmm, wait_tensor_default, wait_tensor_default_1, mm)""",
+reduce__done: (f32[1, 8]) = wait(reduce_)  # backward reduce wait
+getitem: f32[1, 8] = getitem(reduce__done, 0)  # backward reduce part
+return (addmm, getitem, getitem_1, mm)""",
     )
     assert_expected_inline(
         words(record.after),
@@ -82,16 +81,15 @@ primals_2: f32[1] = input
 primals_3: f32[4, 8] = input
 tangents_1: f32[4, 8] = input
 gather__3: (f32[8, 8], f32[8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1, primals_2], 8, 0)  # forward gather launch gather.forward.0
-getitem_5: f32[8, 8] = getitem(gather__3, 0)  # forward gather part gather.forward.0
-weight: f32[8, 8] = _c10d_functional.wait_tensor(getitem_5)  # forward gather wait gather.forward.0
+gather__3_done: (f32[8, 8], f32[8]) = wait(gather__3)  # forward gather wait gather.forward.0
+weight: f32[8, 8] = getitem(gather__3_done, 0)  # forward gather part gather.forward.0
+bias: f32[8] = getitem(gather__3_done, 1)  # forward gather part gather.forward.0
 t: f32[8, 8] = aten.t(weight)  # forward compute compute
-getitem_6: f32[8] = getitem(gather__3, 1)  # forward gather part gather.forward.0
-bias: f32[8] = _c10d_functional.wait_tensor(getitem_6)  # forward gather wait gather.forward.0
 addmm: f32[4, 8] = aten.addmm(bias, primals_3, t)  # forward compute compute
 release_default: None = fxzero.release([bias, weight])  # forward gather release gather.forward.0
 gather__1: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], 8, 0)  # backward gather launch gather.backward.1
-getitem_1: f32[8, 8] = getitem(gather__1, 0)  # backward gather part gather.backward.1
-weight_1: f32[8, 8] = _c10d_functional.wait_tensor(getitem_1)  # backward gather wait gather.backward.1
+gather__1_done: (f32[8, 8]) = wait(gather__1)  # backward gather wait gather.backward.1
+weight_1: f32[8, 8] = getitem(gather__1_done, 0)  # backward gather part gather.backward.1
 t_5: f32[8, 8] = aten.t(weight_1)  # backward compute compute
 t_1: f32[8, 8] = aten.t(t_5)  # backward compute compute
 mm: f32[4, 8] = aten.mm(tangents_1, t_1)  # backward compute compute
@@ -103,11 +101,10 @@ sum_1: f32[1, 8] = aten.sum.dim_IntList(tangents_1, [0], True)  # backward compu
 view: f32[8] = aten.view(sum_1, [8])  # backward compute compute
 t_4: f32[8, 8] = aten.t(t_3)  # backward compute compute
 reduce__2: (f32[1], f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced([view, t_4], avg, 8, 0)  # backward reduce launch reduce.backward.0
-getitem_7: f32[1] = getitem(reduce__2, 0)  # backward reduce part reduce.backward.0
-wait_tensor_default_1: f32[1] = _c10d_functional.wait_tensor(getitem_7)  # backward reduce wait reduce.backward.0
-getitem_8: f32[1, 8] = getitem(reduce__2, 1)  # backward reduce part reduce.backward.0
-wait_tensor_default: f32[1, 8] = _c10d_functional.wait_tensor(getitem_8)  # backward reduce wait reduce.backward.0
-return (addmm, wait_tensor_default, wait_tensor_default_1, mm)""",
+reduce__2_done: (f32[1], f32[1, 8]) = wait(reduce__2)  # backward reduce wait reduce.backward.0
+getitem_1: f32[1] = getitem(reduce__2_done, 0)  # backward reduce part reduce.backward.0
+getitem: f32[1, 8] = getitem(reduce__2_done, 1)  # backward reduce part reduce.backward.0
+return (addmm, getitem, getitem_1, mm)""",
     )
 
 
@@ -136,7 +133,7 @@ def test_the_cap(cap_bytes: int) -> None:
     for lane, phase in (("gather", Phase.FORWARD), ("reduce", Phase.BACKWARD)):
         transfers = graph.transfers(phase=phase, name=lane)
         for transfer in transfers:
-            assert len(transfer.tensors) == 1 or wire_bytes(transfer) <= cap_bytes
+            assert len(transfer.tensors) == 1 or transfer.record.full_bytes <= cap_bytes
         names = [name for bucket in buckets(graph, lane, phase) for name in bucket]
         assert len(names) == len(set(names)) == 8
     if cap_bytes == 1:
@@ -146,19 +143,18 @@ def test_the_cap(cap_bytes: int) -> None:
 
 
 def test_each_part_goes_where_it_went() -> None:
-    """Joining moves tensors to other positions: each wait still finds its own parameter."""
+    """Joining moves tensors to other positions: each part is still its own parameter's."""
     graph = scheduled(blocks, "bucket")
     for transfer in graph.transfers():
-        assert len(transfer.tensors) == len(transfer.parts) == len(transfer.waits)
-        for wait in transfer.waits:
-            part = wait.all_input_nodes[0]
+        assert len(transfer.tensors) == len(transfer.parts) == transfer.record.num_tensors
+        for part in transfer.parts:
             sent = transfer.tensors[part.args[1]]  # type: ignore[index]
-            assert len(stamp_of(wait).params) == 1
+            assert len(stamp_of(part).params) == 1
             source = sent
             while source.op != "placeholder" and transfer.stamp.lane.value == "gather":
                 source = source.all_input_nodes[0]
             if source.op == "placeholder":
-                assert graph.inputs[source] == stamp_of(wait).params[0]
+                assert graph.inputs[source] == stamp_of(part).params[0]
 
 
 def test_dtypes_are_not_mixed() -> None:
@@ -209,7 +205,7 @@ def test_every_node_of_a_bucket_names_it() -> None:
     names = [t.stamp.bucket for t in graph.transfers()]
     assert len(names) == len(set(names))
     for transfer in graph.transfers():
-        nodes = (*transfer.prepare, *transfer.parts, *transfer.waits, *transfer.finish)
+        nodes = (*transfer.prepare, transfer.wait, *transfer.parts, *transfer.finish)
         assert {stamp_of(n).bucket for n in nodes} == {transfer.stamp.bucket}
     for release in of_role(graph, Role.RELEASE):
         assert stamp_of(release).bucket in names

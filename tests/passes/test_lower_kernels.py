@@ -20,7 +20,9 @@ from fxzero.backend import Compilation
 from fxzero.errors import ConfigError
 from fxzero.kernels import chunked_cross_entropy
 from fxzero.passes.pipeline import PassRecord
-from fxzero.schedule.memory import Kind, simulate_memory
+from fxzero.schedule.simulate import simulate_memory
+from fxzero.schedule.storage import Kind
+from tests.pairwise import pairwise
 from tests.schedule.test_memory import allocated_peak_bytes
 from tests.tracing import observed
 
@@ -187,21 +189,28 @@ def head_inputs(length: int, width: int, classes: int) -> tuple[Tensor, Tensor]:
     return torch.randn(2, length, width).double(), target
 
 
-@pytest.mark.parametrize("kernel", ["linear_cross_entropy", "softmax_cross_entropy"])
+SETTINGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "ignored": {"ignore_index": 3},
+    "smoothed": {"label_smoothing": 0.1},
+    "smoothed, with bias": {"label_smoothing": 1 / 3, "bias": True},
+    "with bias": {"bias": True},
+}
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"ignore_index": 3},
-        {"label_smoothing": 0.1},
-        {"label_smoothing": 1 / 3, "bias": True},
-        {"bias": True},
-    ],
-    ids=str,
+    ("head", "name", "kernel", "decomposed"),
+    pairwise(
+        (Head, HeadOfRows),
+        tuple(SETTINGS),
+        ("linear_cross_entropy", "softmax_cross_entropy"),
+        (False, True),
+    ),
+    indirect=["decomposed"],
 )
-@pytest.mark.parametrize("head", [Head, HeadOfRows])
-def test_losses(head: type[Head], settings: dict[str, Any], kernel: str, decomposed: bool) -> None:
+def test_losses(head: type[Head], name: str, kernel: str, decomposed: bool) -> None:
     torch.manual_seed(0)
+    settings = SETTINGS[name]
     model = head(8, 13, **settings).double()
     x, target = head_inputs(5, 8, 13)
     target = target.clamp(min=0) if "ignore_index" in settings else target

@@ -16,11 +16,11 @@ from fxzero.graph.step_graph import node_line
 from fxzero.graph.verify import verify
 from fxzero.inspect.capture import fake_ranks
 from fxzero.passes import Context, LowerTransfers
-from fxzero.passes.lower_transfers import split
+from fxzero.passes.lower_transfers import lower
 from fxzero.runtime import collectives
 from tests import simulated_ranks
 from tests.passes.test_bucket import blocks, linear
-from tests.tracing import Build, chain, clone, find, scheduled, texts, words
+from tests.tracing import Build, chain, find, scheduled, texts, words
 
 
 def odd() -> tuple[nn.Module, tuple[torch.Tensor]]:
@@ -29,11 +29,11 @@ def odd() -> tuple[nn.Module, tuple[torch.Tensor]]:
     return nn.Linear(5, 5, dtype=torch.float64), (x,)
 
 
-def split_all(graph: StepGraph, world_size: int = 8) -> StepGraph:
+def lower_all(graph: StepGraph, world_size: int = 8) -> StepGraph:
     """As on gloo, which a fake process group is not."""
     with fake_ranks(world_size):
         for transfer in graph.transfers():
-            split(graph, transfer)
+            lower(transfer)
     verify(graph, {"stamped", "gathered", "cut"}, after="lower_transfers")
     return graph
 
@@ -44,57 +44,55 @@ def test_before_and_after(zero: int) -> None:
     """Stage 3 gathers and exchanges rows; stage 0 reduces in place."""
     graph = scheduled(linear, "prefetch", zero=zero)
     before = transfers_of(graph)
-    split_all(graph)
+    lower_all(graph)
     after = transfers_of(graph)
     if zero == 0:
         assert_expected_inline(
             before,
             """\
 reduce__2: (f32[8], f32[8, 8]) = _c10d_functional.all_reduce_coalesced([view, t_4], avg, 0)  # backward reduce launch reduce.backward.0
-getitem_2: f32[8] = getitem(reduce__2, 0)  # backward reduce part reduce.backward.0
-getitem_3: f32[8, 8] = getitem(reduce__2, 1)  # backward reduce part reduce.backward.0
-wait_tensor_default_1: f32[8] = _c10d_functional.wait_tensor(getitem_2)  # backward reduce wait reduce.backward.0
-wait_tensor_default: f32[8, 8] = _c10d_functional.wait_tensor(getitem_3)  # backward reduce wait reduce.backward.0""",
+reduce__2_done: (f32[8], f32[8, 8]) = wait(reduce__2)  # backward reduce wait reduce.backward.0
+getitem_1: f32[8] = getitem(reduce__2_done, 0)  # backward reduce part reduce.backward.0
+getitem: f32[8, 8] = getitem(reduce__2_done, 1)  # backward reduce part reduce.backward.0""",
         )
         assert_expected_inline(
             after,
             """\
-reduce__3: f32[8] = all_reduce(view, 0, True)  # backward reduce launch reduce.backward.0
-reduce__4: f32[8, 8] = all_reduce(t_4, 0, True)  # backward reduce launch reduce.backward.0
-wait_tensor_default_2: f32[8] = join_sum(reduce__3, 8)  # backward reduce wait reduce.backward.0
-wait_tensor_default_3: f32[8, 8] = join_sum(reduce__4, 8)  # backward reduce wait reduce.backward.0""",
+reduce__2: (f32[8], f32[8, 8]) = all_reduce([view, t_4], 0, [True, True])  # backward reduce launch reduce.backward.0
+reduce__2_done: (f32[8], f32[8, 8]) = join_sum(reduce__2, 8)  # backward reduce wait reduce.backward.0
+getitem_1: f32[8] = getitem(reduce__2_done, 0)  # backward reduce part reduce.backward.0
+getitem: f32[8, 8] = getitem(reduce__2_done, 1)  # backward reduce part reduce.backward.0""",
         )
     else:
         assert_expected_inline(
             before,
             """\
 gather__3: (f32[8, 8], f32[8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1, primals_2], 8, 0)  # forward gather launch gather.forward.0
-getitem_5: f32[8, 8] = getitem(gather__3, 0)  # forward gather part gather.forward.0
-getitem_6: f32[8] = getitem(gather__3, 1)  # forward gather part gather.forward.0
-weight: f32[8, 8] = _c10d_functional.wait_tensor(getitem_5)  # forward gather wait gather.forward.0
-bias: f32[8] = _c10d_functional.wait_tensor(getitem_6)  # forward gather wait gather.forward.0
+gather__3_done: (f32[8, 8], f32[8]) = wait(gather__3)  # forward gather wait gather.forward.0
+weight: f32[8, 8] = getitem(gather__3_done, 0)  # forward gather part gather.forward.0
+bias: f32[8] = getitem(gather__3_done, 1)  # forward gather part gather.forward.0
 gather__1: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], 8, 0)  # backward gather launch gather.backward.1
-getitem_1: f32[8, 8] = getitem(gather__1, 0)  # backward gather part gather.backward.1
-weight_1: f32[8, 8] = _c10d_functional.wait_tensor(getitem_1)  # backward gather wait gather.backward.1
+gather__1_done: (f32[8, 8]) = wait(gather__1)  # backward gather wait gather.backward.1
+weight_1: f32[8, 8] = getitem(gather__1_done, 0)  # backward gather part gather.backward.1
 reduce__2: (f32[1], f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced([view, t_4], avg, 8, 0)  # backward reduce launch reduce.backward.0
-getitem_7: f32[1] = getitem(reduce__2, 0)  # backward reduce part reduce.backward.0
-getitem_8: f32[1, 8] = getitem(reduce__2, 1)  # backward reduce part reduce.backward.0
-wait_tensor_default_1: f32[1] = _c10d_functional.wait_tensor(getitem_7)  # backward reduce wait reduce.backward.0
-wait_tensor_default: f32[1, 8] = _c10d_functional.wait_tensor(getitem_8)  # backward reduce wait reduce.backward.0""",
+reduce__2_done: (f32[1], f32[1, 8]) = wait(reduce__2)  # backward reduce wait reduce.backward.0
+getitem_1: f32[1] = getitem(reduce__2_done, 0)  # backward reduce part reduce.backward.0
+getitem: f32[1, 8] = getitem(reduce__2_done, 1)  # backward reduce part reduce.backward.0""",
         )
         assert_expected_inline(
             after,
             """\
-gather__4: f32[8, 8] = gather(primals_1, 8, 0)  # forward gather launch gather.forward.0
-gather__5: f32[8] = gather(primals_2, 8, 0)  # forward gather launch gather.forward.0
-weight_2: f32[8, 8] = join(gather__4)  # forward gather wait gather.forward.0
-bias_1: f32[8] = join(gather__5)  # forward gather wait gather.forward.0
-gather__6: f32[8, 8] = gather(primals_1, 8, 0)  # backward gather launch gather.backward.1
-weight_3: f32[8, 8] = join(gather__6)  # backward gather wait gather.backward.1
-reduce__3: f32[1] = exchange(view, 8, 0, True)  # backward reduce launch reduce.backward.0
-reduce__4: f32[1, 8] = exchange(t_4, 8, 0, True)  # backward reduce launch reduce.backward.0
-wait_tensor_default_2: f32[1] = join_exchange(reduce__3, 8)  # backward reduce wait reduce.backward.0
-wait_tensor_default_3: f32[1, 8] = join_exchange(reduce__4, 8)  # backward reduce wait reduce.backward.0""",
+gather__3: (f32[8, 8], f32[8]) = gather([primals_1, primals_2], 8, 0)  # forward gather launch gather.forward.0
+gather__3_done: (f32[8, 8], f32[8]) = join(gather__3)  # forward gather wait gather.forward.0
+weight: f32[8, 8] = getitem(gather__3_done, 0)  # forward gather part gather.forward.0
+bias: f32[8] = getitem(gather__3_done, 1)  # forward gather part gather.forward.0
+gather__1: (f32[8, 8]) = gather([primals_1], 8, 0)  # backward gather launch gather.backward.1
+gather__1_done: (f32[8, 8]) = join(gather__1)  # backward gather wait gather.backward.1
+weight_1: f32[8, 8] = getitem(gather__1_done, 0)  # backward gather part gather.backward.1
+reduce__2: (f32[1], f32[1, 8]) = exchange([view, t_4], 8, 0, [True, True])  # backward reduce launch reduce.backward.0
+reduce__2_done: (f32[1], f32[1, 8]) = join_exchange(reduce__2, 8)  # backward reduce wait reduce.backward.0
+getitem_1: f32[1] = getitem(reduce__2_done, 0)  # backward reduce part reduce.backward.0
+getitem: f32[1, 8] = getitem(reduce__2_done, 1)  # backward reduce part reduce.backward.0""",
         )
 
 
@@ -114,7 +112,7 @@ def test_the_meaning_stays(world_size: int, zero: int) -> None:
     ]
     inputs = simulated_ranks.random_inputs(graphs)
     expected = simulated_ranks.run(graphs, inputs)
-    rewritten = [split_all(clone(graph), world_size) for graph in graphs]
+    rewritten = [lower_all(graph.clone(), world_size) for graph in graphs]
     for ours, theirs in zip(simulated_ranks.run(rewritten, inputs), expected, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert a is b if b is None else torch.equal(a, b)
@@ -128,19 +126,19 @@ def test_a_gradient_that_something_else_reads_is_not_reduced_in_place() -> None:
     owner = root(sent)
     assert owner is not sent, "the gradient is a transpose: its memory belongs to another node"
     graph.set_output_values((*graph.output_values, owner))
-    split_all(graph)
+    lower_all(graph)
     (launch,) = find(graph, collectives.all_reduce)
-    *_, is_own = launch.args
-    assert not is_own
+    *_, own = launch.args
+    assert own == [False]
 
 
 def test_a_gradient_that_nothing_else_reads_is_reduced_in_place() -> None:
     """No copy of what is a temporary anyway."""
     graph = scheduled(chain(1), "prefetch", zero=0, reduce_dtype=torch.float64)
-    split_all(graph)
+    lower_all(graph)
     (launch,) = find(graph, collectives.all_reduce)
-    *_, is_own = launch.args
-    assert is_own, "the cast before the reduction made a tensor for it alone"
+    *_, own = launch.args
+    assert own == [True], "the cast before the reduction made a tensor for it alone"
 
 
 @pytest.mark.parametrize("build", [blocks, linear], ids=["blocks", "linear"])
@@ -151,5 +149,5 @@ def test_other_backends_keep_their_lists(build: Build) -> None:
     with fake_ranks(8):
         init_device_mesh("cpu", (8,))
         notes = LowerTransfers().run(graph, Context())
-    assert dict(notes) == {"split": 0}
+    assert dict(notes) == {"lowered": 0}
     assert graph.text() == before

@@ -80,8 +80,13 @@ def test_a_wrong_order_names_the_provider(passes: list[Pass], message: str) -> N
 
 
 def test_given_facts_count() -> None:
-    """A side of the cut is stamped already."""
-    check_contracts([ShardParams()], given={Fact.STAMPED})
+    """A side of the cut is stamped already; nothing else is taken for granted."""
+    with pytest.raises(ContractError, match="a graph that is stamped"):
+        check_contracts([ShardParams()])
+    assert check_contracts([ShardParams()], given={Fact.STAMPED}) == {
+        Fact.STAMPED,
+        *ShardParams.provides,
+    }
 
 
 def test_records() -> None:

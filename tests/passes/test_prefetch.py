@@ -49,14 +49,14 @@ primals_2: f32[4, 8] = input
 primals_3: f32[1, 8] = input
 tangents_1: f32[] = input
 gather_layers_0: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], 8, 0)  # forward gather launch layers.0 gather.forward.0
-getitem: f32[8, 8] = getitem(gather_layers_0, 0)  # forward gather part layers.0 gather.forward.0
-layers_0_weight: f32[8, 8] = _c10d_functional.wait_tensor(getitem)  # forward gather wait layers.0 gather.forward.0
+gather_layers_0_done: (f32[8, 8]) = wait(gather_layers_0)  # forward gather wait layers.0 gather.forward.0
+layers_0_weight: f32[8, 8] = getitem(gather_layers_0_done, 0)  # forward gather part layers.0 gather.forward.0
 t: f32[8, 8] = aten.t(layers_0_weight)  # forward compute compute layers.0
 mm: f32[4, 8] = aten.mm(primals_2, t)  # forward compute compute layers.0
 release_default: None = fxzero.release([layers_0_weight])  # forward gather release layers.0 gather.forward.0
 gather_layers_2: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_3], 8, 0)  # forward gather launch layers.1 gather.forward.1
-getitem_2: f32[8, 8] = getitem(gather_layers_2, 0)  # forward gather part layers.1 gather.forward.1
-layers_1_weight: f32[8, 8] = _c10d_functional.wait_tensor(getitem_2)  # forward gather wait layers.1 gather.forward.1
+gather_layers_2_done: (f32[8, 8]) = wait(gather_layers_2)  # forward gather wait layers.1 gather.forward.1
+layers_1_weight: f32[8, 8] = getitem(gather_layers_2_done, 0)  # forward gather part layers.1 gather.forward.1
 t_1: f32[8, 8] = aten.t(layers_1_weight)  # forward compute compute layers.1
 mm_1: f32[4, 8] = aten.mm(mm, t_1)  # forward compute compute layers.1
 release_default_2: None = fxzero.release([layers_1_weight])  # forward gather release layers.1 gather.forward.1
@@ -67,31 +67,31 @@ t_2: f32[8, 4] = aten.t(clone)  # backward compute compute layers.1
 mm_2: f32[8, 8] = aten.mm(t_2, mm)  # backward compute compute layers.1
 t_3: f32[8, 8] = aten.t(mm_2)  # backward compute compute layers.1
 gather_layers_3: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_3], 8, 0)  # backward gather launch layers.1 gather.backward.2
-getitem_3: f32[8, 8] = getitem(gather_layers_3, 0)  # backward gather part layers.1 gather.backward.2
-layers_1_weight_1: f32[8, 8] = _c10d_functional.wait_tensor(getitem_3)  # backward gather wait layers.1 gather.backward.2
+gather_layers_3_done: (f32[8, 8]) = wait(gather_layers_3)  # backward gather wait layers.1 gather.backward.2
+layers_1_weight_1: f32[8, 8] = getitem(gather_layers_3_done, 0)  # backward gather part layers.1 gather.backward.2
 t_10: f32[8, 8] = aten.t(layers_1_weight_1)  # backward compute compute layers.1
 t_4: f32[8, 8] = aten.t(t_10)  # backward compute compute layers.1
 mm_3: f32[4, 8] = aten.mm(clone, t_4)  # backward compute compute layers.1
 release_default_3: None = fxzero.release([layers_1_weight_1])  # backward gather release layers.1 gather.backward.2
 t_5: f32[8, 8] = aten.t(t_3)  # backward compute compute layers.1
 reduce_layers_1: (f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced([t_5], avg, 8, 0)  # backward reduce launch layers.1 reduce.backward.0
-getitem_5: f32[1, 8] = getitem(reduce_layers_1, 0)  # backward reduce part layers.1 reduce.backward.0
-wait_tensor_default_1: f32[1, 8] = _c10d_functional.wait_tensor(getitem_5)  # backward reduce wait layers.1 reduce.backward.0
+reduce_layers_1_done: (f32[1, 8]) = wait(reduce_layers_1)  # backward reduce wait layers.1 reduce.backward.0
+getitem_1: f32[1, 8] = getitem(reduce_layers_1_done, 0)  # backward reduce part layers.1 reduce.backward.0
 t_6: f32[8, 4] = aten.t(mm_3)  # backward compute compute layers.0
 mm_4: f32[8, 8] = aten.mm(t_6, primals_2)  # backward compute compute layers.0
 t_7: f32[8, 8] = aten.t(mm_4)  # backward compute compute layers.0
 gather_layers_1: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], 8, 0)  # backward gather launch layers.0 gather.backward.3
-getitem_1: f32[8, 8] = getitem(gather_layers_1, 0)  # backward gather part layers.0 gather.backward.3
-layers_0_weight_1: f32[8, 8] = _c10d_functional.wait_tensor(getitem_1)  # backward gather wait layers.0 gather.backward.3
+gather_layers_1_done: (f32[8, 8]) = wait(gather_layers_1)  # backward gather wait layers.0 gather.backward.3
+layers_0_weight_1: f32[8, 8] = getitem(gather_layers_1_done, 0)  # backward gather part layers.0 gather.backward.3
 t_11: f32[8, 8] = aten.t(layers_0_weight_1)  # backward compute compute layers.0
 t_8: f32[8, 8] = aten.t(t_11)  # backward compute compute layers.0
 mm_5: f32[4, 8] = aten.mm(mm_3, t_8)  # backward compute compute layers.0
 release_default_1: None = fxzero.release([layers_0_weight_1])  # backward gather release layers.0 gather.backward.3
 t_9: f32[8, 8] = aten.t(t_7)  # backward compute compute layers.0
 reduce_layers_0: (f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced([t_9], avg, 8, 0)  # backward reduce launch layers.0 reduce.backward.1
-getitem_4: f32[1, 8] = getitem(reduce_layers_0, 0)  # backward reduce part layers.0 reduce.backward.1
-wait_tensor_default: f32[1, 8] = _c10d_functional.wait_tensor(getitem_4)  # backward reduce wait layers.0 reduce.backward.1
-return (sum_1, wait_tensor_default, mm_5, wait_tensor_default_1)""",
+reduce_layers_0_done: (f32[1, 8]) = wait(reduce_layers_0)  # backward reduce wait layers.0 reduce.backward.1
+getitem: f32[1, 8] = getitem(reduce_layers_0_done, 0)  # backward reduce part layers.0 reduce.backward.1
+return (sum_1, getitem, mm_5, getitem_1)""",
     )
     assert_expected_inline(
         words(record.after),
@@ -102,21 +102,21 @@ primals_3: f32[1, 8] = input
 tangents_1: f32[] = input
 gather_layers_0: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], 8, 0)  # forward gather launch layers.0 gather.forward.0
 gather_layers_2: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_3], 8, 0)  # forward gather launch layers.1 gather.forward.1
-getitem: f32[8, 8] = getitem(gather_layers_0, 0)  # forward gather part layers.0 gather.forward.0
-layers_0_weight: f32[8, 8] = _c10d_functional.wait_tensor(getitem)  # forward gather wait layers.0 gather.forward.0
+gather_layers_0_done: (f32[8, 8]) = wait(gather_layers_0)  # forward gather wait layers.0 gather.forward.0
+layers_0_weight: f32[8, 8] = getitem(gather_layers_0_done, 0)  # forward gather part layers.0 gather.forward.0
 t: f32[8, 8] = aten.t(layers_0_weight)  # forward compute compute layers.0
 mm: f32[4, 8] = aten.mm(primals_2, t)  # forward compute compute layers.0
 release_default: None = fxzero.release([layers_0_weight])  # forward gather release layers.0 gather.forward.0
-getitem_2: f32[8, 8] = getitem(gather_layers_2, 0)  # forward gather part layers.1 gather.forward.1
-layers_1_weight: f32[8, 8] = _c10d_functional.wait_tensor(getitem_2)  # forward gather wait layers.1 gather.forward.1
+gather_layers_2_done: (f32[8, 8]) = wait(gather_layers_2)  # forward gather wait layers.1 gather.forward.1
+layers_1_weight: f32[8, 8] = getitem(gather_layers_2_done, 0)  # forward gather part layers.1 gather.forward.1
 t_1: f32[8, 8] = aten.t(layers_1_weight)  # forward compute compute layers.1
 mm_1: f32[4, 8] = aten.mm(mm, t_1)  # forward compute compute layers.1
 sum_1: f32[] = aten.sum(mm_1)  # forward compute compute layers.1
 release_default_2: None = fxzero.release([layers_1_weight])  # forward gather release layers.1 gather.forward.1
 gather_layers_3: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_3], 8, 0)  # backward gather launch layers.1 gather.backward.2
 gather_layers_1: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], 8, 0)  # backward gather launch layers.0 gather.backward.3
-getitem_3: f32[8, 8] = getitem(gather_layers_3, 0)  # backward gather part layers.1 gather.backward.2
-layers_1_weight_1: f32[8, 8] = _c10d_functional.wait_tensor(getitem_3)  # backward gather wait layers.1 gather.backward.2
+gather_layers_3_done: (f32[8, 8]) = wait(gather_layers_3)  # backward gather wait layers.1 gather.backward.2
+layers_1_weight_1: f32[8, 8] = getitem(gather_layers_3_done, 0)  # backward gather part layers.1 gather.backward.2
 expand: f32[4, 8] = aten.expand(tangents_1, [4, 8])  # backward compute compute layers.1
 clone: f32[4, 8] = aten.clone(expand, memory_format=torch.contiguous_format)  # backward compute compute layers.1
 t_2: f32[8, 4] = aten.t(clone)  # backward compute compute layers.1
@@ -128,8 +128,8 @@ mm_3: f32[4, 8] = aten.mm(clone, t_4)  # backward compute compute layers.1
 t_5: f32[8, 8] = aten.t(t_3)  # backward compute compute layers.1
 release_default_3: None = fxzero.release([layers_1_weight_1])  # backward gather release layers.1 gather.backward.2
 reduce_layers_1: (f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced([t_5], avg, 8, 0)  # backward reduce launch layers.1 reduce.backward.0
-getitem_1: f32[8, 8] = getitem(gather_layers_1, 0)  # backward gather part layers.0 gather.backward.3
-layers_0_weight_1: f32[8, 8] = _c10d_functional.wait_tensor(getitem_1)  # backward gather wait layers.0 gather.backward.3
+gather_layers_1_done: (f32[8, 8]) = wait(gather_layers_1)  # backward gather wait layers.0 gather.backward.3
+layers_0_weight_1: f32[8, 8] = getitem(gather_layers_1_done, 0)  # backward gather part layers.0 gather.backward.3
 t_6: f32[8, 4] = aten.t(mm_3)  # backward compute compute layers.0
 mm_4: f32[8, 8] = aten.mm(t_6, primals_2)  # backward compute compute layers.0
 t_7: f32[8, 8] = aten.t(mm_4)  # backward compute compute layers.0
@@ -138,12 +138,12 @@ t_8: f32[8, 8] = aten.t(t_11)  # backward compute compute layers.0
 mm_5: f32[4, 8] = aten.mm(mm_3, t_8)  # backward compute compute layers.0
 t_9: f32[8, 8] = aten.t(t_7)  # backward compute compute layers.0
 release_default_1: None = fxzero.release([layers_0_weight_1])  # backward gather release layers.0 gather.backward.3
-getitem_5: f32[1, 8] = getitem(reduce_layers_1, 0)  # backward reduce part layers.1 reduce.backward.0
-wait_tensor_default_1: f32[1, 8] = _c10d_functional.wait_tensor(getitem_5)  # backward reduce wait layers.1 reduce.backward.0
+reduce_layers_1_done: (f32[1, 8]) = wait(reduce_layers_1)  # backward reduce wait layers.1 reduce.backward.0
+getitem_1: f32[1, 8] = getitem(reduce_layers_1_done, 0)  # backward reduce part layers.1 reduce.backward.0
 reduce_layers_0: (f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced([t_9], avg, 8, 0)  # backward reduce launch layers.0 reduce.backward.1
-getitem_4: f32[1, 8] = getitem(reduce_layers_0, 0)  # backward reduce part layers.0 reduce.backward.1
-wait_tensor_default: f32[1, 8] = _c10d_functional.wait_tensor(getitem_4)  # backward reduce wait layers.0 reduce.backward.1
-return (sum_1, wait_tensor_default, mm_5, wait_tensor_default_1)""",
+reduce_layers_0_done: (f32[1, 8]) = wait(reduce_layers_0)  # backward reduce wait layers.0 reduce.backward.1
+getitem: f32[1, 8] = getitem(reduce_layers_0_done, 0)  # backward reduce part layers.0 reduce.backward.1
+return (sum_1, getitem, mm_5, getitem_1)""",
     )
 
 
@@ -215,17 +215,18 @@ def test_reduces_in_flight(reduce_distance: int, expected: int) -> None:
     assert most_in_flight(graph, Phase.BACKWARD, Lane.REDUCE) == expected
 
 
-@pytest.mark.parametrize("reduce_distance", [0, 1, 2])
+JOINED = {
+    0: "mm 3, launch 3, wait 3, mm 2, launch 2, wait 2, mm 1, launch 1, wait 1, mm 0, launch 0, wait 0",
+    1: "mm 3, launch 3, mm 2, wait 3, launch 2, mm 1, wait 2, launch 1, mm 0, wait 1, launch 0, wait 0",
+    2: "mm 3, launch 3, mm 2, launch 2, mm 1, wait 3, launch 1, mm 0, wait 2, launch 0, wait 1, wait 0",
+}
+
+
+@pytest.mark.parametrize("reduce_distance", JOINED)
 def test_reduces_are_joined_late(reduce_distance: int) -> None:
-    """0 joins at once; 1 when the next one is launched; 2 one later."""
+    """0 joins before the next layer; 1 behind it, when the next one is launched; 2 one later."""
     graph = scheduled(deep, "prefetch", Prefetch(1, reduce_distance))
-    order = [w for w in events(graph, Phase.BACKWARD, Lane.REDUCE).split(", ") if w[:2] != "mm"]
-    expected = {
-        0: "launch 3, wait 3, launch 2, wait 2, launch 1, wait 1, launch 0, wait 0",
-        1: "launch 3, wait 3, launch 2, wait 2, launch 1, wait 1, launch 0, wait 0",
-        2: "launch 3, launch 2, wait 3, launch 1, wait 2, launch 0, wait 1, wait 0",
-    }
-    assert ", ".join(order) == expected[reduce_distance]
+    assert events(graph, Phase.BACKWARD, Lane.REDUCE) == JOINED[reduce_distance]
 
 
 def test_a_reduce_overlaps_the_next_layer() -> None:
@@ -260,7 +261,7 @@ def test_two_axes_start_the_second_stage_when_the_first_is_joined() -> None:
         launches[transfer.launch.target].append(transfer)
     inside, across = launches.values()
     for first, second in zip(inside, across, strict=True):
-        assert max(first.waits) < second.launch
+        assert first.wait < second.launch
 
 
 def test_releases_come_before_the_next_launch() -> None:

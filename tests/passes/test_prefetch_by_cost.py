@@ -17,7 +17,7 @@ from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.verify import verify
 from fxzero.passes import Bucket, Context, Fact, Notes, Prefetch
-from fxzero.schedule.problem import readers
+from fxzero.schedule.followers import readers
 from tests.stepping import chain_of, step_graph
 from tests.tracing import chain, run, trace, up_to
 
@@ -122,12 +122,12 @@ def held_peak(graph: StepGraph) -> int:
     change: dict[int, int] = defaultdict(int)
     for transfer in graph.transfers():
         if transfer.stamp.lane is Lane.GATHER:
-            for wait in transfer.waits:
+            for wait in transfer.parts:
                 change[order[transfer.launch]] += num_bytes(wait)
                 last = max(order[r] for r in readers(wait) if stamp_of(r).role is Role.COMPUTE)
                 change[last + 1] -= num_bytes(wait)
         else:
-            for sent, wait in zip(transfer.tensors, transfer.waits, strict=True):
+            for sent, wait in zip(transfer.tensors, transfer.parts, strict=True):
                 change[order[sent]] += num_bytes(sent)
                 change[order[wait]] -= num_bytes(sent)
     return max(itertools.accumulate(change[i] for i in sorted(change)))

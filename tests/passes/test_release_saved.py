@@ -60,12 +60,12 @@ t_11: f32[64, 64] = aten.t(primals_1)  # backward compute compute layers.0
 t_8: f32[64, 64] = aten.t(t_11)  # backward compute compute layers.0
 mm_5: f32[32, 64] = aten.mm(mm_3, t_8)  # backward compute compute layers.0
 t_9: f32[64, 64] = aten.t(t_7)  # backward compute compute layers.0
-getitem_1: f32[64, 64] = getitem(reduce_layers_1, 0)  # backward reduce part layers.1 reduce.backward.0
-wait_tensor_default_1: f32[64, 64] = _c10d_functional.wait_tensor(getitem_1)  # backward reduce wait layers.1 reduce.backward.0
+reduce_layers_1_done: (f32[64, 64]) = wait(reduce_layers_1)  # backward reduce wait layers.1 reduce.backward.0
+getitem_1: f32[64, 64] = getitem(reduce_layers_1_done, 0)  # backward reduce part layers.1 reduce.backward.0
 reduce_layers_0: (f32[64, 64]) = _c10d_functional.all_reduce_coalesced([t_9], avg, 0)  # backward reduce launch layers.0 reduce.backward.1
-getitem: f32[64, 64] = getitem(reduce_layers_0, 0)  # backward reduce part layers.0 reduce.backward.1
-wait_tensor_default: f32[64, 64] = _c10d_functional.wait_tensor(getitem)  # backward reduce wait layers.0 reduce.backward.1
-return (wait_tensor_default, mm_5, wait_tensor_default_1)""",
+reduce_layers_0_done: (f32[64, 64]) = wait(reduce_layers_0)  # backward reduce wait layers.0 reduce.backward.1
+getitem: f32[64, 64] = getitem(reduce_layers_0_done, 0)  # backward reduce part layers.0 reduce.backward.1
+return (getitem, mm_5, getitem_1)""",
     )
     assert_expected_inline(
         words(record.after),
@@ -93,12 +93,12 @@ t_11: f32[64, 64] = aten.t(primals_1)  # backward compute compute layers.0
 t_8: f32[64, 64] = aten.t(t_11)  # backward compute compute layers.0
 mm_5: f32[32, 64] = aten.mm(mm_3, t_8)  # backward compute compute layers.0
 t_9: f32[64, 64] = aten.t(t_7)  # backward compute compute layers.0
-getitem_1: f32[64, 64] = getitem(reduce_layers_1, 0)  # backward reduce part layers.1 reduce.backward.0
-wait_tensor_default_1: f32[64, 64] = _c10d_functional.wait_tensor(getitem_1)  # backward reduce wait layers.1 reduce.backward.0
+reduce_layers_1_done: (f32[64, 64]) = wait(reduce_layers_1)  # backward reduce wait layers.1 reduce.backward.0
+getitem_1: f32[64, 64] = getitem(reduce_layers_1_done, 0)  # backward reduce part layers.1 reduce.backward.0
 reduce_layers_0: (f32[64, 64]) = _c10d_functional.all_reduce_coalesced([t_9], avg, 0)  # backward reduce launch layers.0 reduce.backward.1
-getitem: f32[64, 64] = getitem(reduce_layers_0, 0)  # backward reduce part layers.0 reduce.backward.1
-wait_tensor_default: f32[64, 64] = _c10d_functional.wait_tensor(getitem)  # backward reduce wait layers.0 reduce.backward.1
-return (wait_tensor_default, mm_5, wait_tensor_default_1)""",
+reduce_layers_0_done: (f32[64, 64]) = wait(reduce_layers_0)  # backward reduce wait layers.0 reduce.backward.1
+getitem: f32[64, 64] = getitem(reduce_layers_0_done, 0)  # backward reduce part layers.0 reduce.backward.1
+return (getitem, mm_5, getitem_1)""",
     )
 
 

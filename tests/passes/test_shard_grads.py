@@ -66,8 +66,8 @@ primals_2: f32[4, 8] = input
 tangents_1: f32[] = input
 constant_pad_nd_default: f32[1, 8] = aten.constant_pad_nd(primals_1, [0, 0, 0, 0])  # forward gather prepare layers.0
 gather_layers_0: (f32[256, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([constant_pad_nd_default], 256, 0)  # forward gather launch layers.0
-getitem: f32[256, 8] = getitem(gather_layers_0, 0)  # forward gather part layers.0
-layers_0_weight: f32[256, 8] = _c10d_functional.wait_tensor(getitem)  # forward gather wait layers.0
+gather_layers_0_done: (f32[256, 8]) = wait(gather_layers_0)  # forward gather wait layers.0
+layers_0_weight: f32[256, 8] = getitem(gather_layers_0_done, 0)  # forward gather part layers.0
 slice_tensor: f32[8, 8] = aten.slice.Tensor(layers_0_weight, 0, 0, 8)  # forward gather finish layers.0
 t: f32[8, 8] = aten.t(slice_tensor)  # forward compute compute layers.0
 mm: f32[4, 8] = aten.mm(primals_2, t)  # forward compute compute layers.0
@@ -79,8 +79,8 @@ mm_1: f32[8, 8] = aten.mm(t_1, primals_2)  # backward compute compute layers.0
 t_2: f32[8, 8] = aten.t(mm_1)  # backward compute compute layers.0
 constant_pad_nd_default_1: f32[1, 8] = aten.constant_pad_nd(primals_1, [0, 0, 0, 0])  # backward gather prepare layers.0
 gather_layers_1: (f32[256, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([constant_pad_nd_default_1], 256, 0)  # backward gather launch layers.0
-getitem_1: f32[256, 8] = getitem(gather_layers_1, 0)  # backward gather part layers.0
-layers_0_weight_1: f32[256, 8] = _c10d_functional.wait_tensor(getitem_1)  # backward gather wait layers.0
+gather_layers_1_done: (f32[256, 8]) = wait(gather_layers_1)  # backward gather wait layers.0
+layers_0_weight_1: f32[256, 8] = getitem(gather_layers_1_done, 0)  # backward gather part layers.0
 slice_tensor_1: f32[8, 8] = aten.slice.Tensor(layers_0_weight_1, 0, 0, 8)  # backward gather finish layers.0
 t_5: f32[8, 8] = aten.t(slice_tensor_1)  # backward compute compute layers.0
 t_3: f32[8, 8] = aten.t(t_5)  # backward compute compute layers.0
@@ -98,8 +98,8 @@ primals_2: f32[4, 8] = input
 tangents_1: f32[] = input
 constant_pad_nd_default: f32[1, 8] = aten.constant_pad_nd(primals_1, [0, 0, 0, 0])  # forward gather prepare layers.0
 gather_layers_0: (f32[256, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([constant_pad_nd_default], 256, 0)  # forward gather launch layers.0
-getitem: f32[256, 8] = getitem(gather_layers_0, 0)  # forward gather part layers.0
-layers_0_weight: f32[256, 8] = _c10d_functional.wait_tensor(getitem)  # forward gather wait layers.0
+gather_layers_0_done: (f32[256, 8]) = wait(gather_layers_0)  # forward gather wait layers.0
+layers_0_weight: f32[256, 8] = getitem(gather_layers_0_done, 0)  # forward gather part layers.0
 slice_tensor: f32[8, 8] = aten.slice.Tensor(layers_0_weight, 0, 0, 8)  # forward gather finish layers.0
 t: f32[8, 8] = aten.t(slice_tensor)  # forward compute compute layers.0
 mm: f32[4, 8] = aten.mm(primals_2, t)  # forward compute compute layers.0
@@ -111,8 +111,8 @@ mm_1: f32[8, 8] = aten.mm(t_1, primals_2)  # backward compute compute layers.0
 t_2: f32[8, 8] = aten.t(mm_1)  # backward compute compute layers.0
 constant_pad_nd_default_1: f32[1, 8] = aten.constant_pad_nd(primals_1, [0, 0, 0, 0])  # backward gather prepare layers.0
 gather_layers_1: (f32[256, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([constant_pad_nd_default_1], 256, 0)  # backward gather launch layers.0
-getitem_1: f32[256, 8] = getitem(gather_layers_1, 0)  # backward gather part layers.0
-layers_0_weight_1: f32[256, 8] = _c10d_functional.wait_tensor(getitem_1)  # backward gather wait layers.0
+gather_layers_1_done: (f32[256, 8]) = wait(gather_layers_1)  # backward gather wait layers.0
+layers_0_weight_1: f32[256, 8] = getitem(gather_layers_1_done, 0)  # backward gather part layers.0
 slice_tensor_1: f32[8, 8] = aten.slice.Tensor(layers_0_weight_1, 0, 0, 8)  # backward gather finish layers.0
 t_5: f32[8, 8] = aten.t(slice_tensor_1)  # backward compute compute layers.0
 t_3: f32[8, 8] = aten.t(t_5)  # backward compute compute layers.0
@@ -121,9 +121,9 @@ release_default_1: None = fxzero.release([layers_0_weight_1])  # backward gather
 t_4: f32[8, 8] = aten.t(t_2)  # backward compute compute layers.0
 constant_pad_nd_default_2: f32[256, 8] = aten.constant_pad_nd(t_4, [0, 0, 0, 248])  # backward reduce prepare layers.0
 reduce_layers_0: (f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced([constant_pad_nd_default_2], avg, 256, 0)  # backward reduce launch layers.0
-getitem_2: f32[1, 8] = getitem(reduce_layers_0, 0)  # backward reduce part layers.0
-wait_tensor_default: f32[1, 8] = _c10d_functional.wait_tensor(getitem_2)  # backward reduce wait layers.0
-slice_tensor_2: f32[1, 8] = aten.slice.Tensor(wait_tensor_default, 0, 0, 1)  # backward reduce finish layers.0
+reduce_layers_0_done: (f32[1, 8]) = wait(reduce_layers_0)  # backward reduce wait layers.0
+getitem: f32[1, 8] = getitem(reduce_layers_0_done, 0)  # backward reduce part layers.0
+slice_tensor_2: f32[1, 8] = aten.slice.Tensor(getitem, 0, 0, 1)  # backward reduce finish layers.0
 return (sum_1, slice_tensor_2, mm_2)""",
     )
 
@@ -142,9 +142,9 @@ def test_stage_0_all_reduces() -> None:
 -reshard_grad: f32[8, 8] = fxzero.reshard_grad(t_4, N/layers.0.weight, reduce)  # backward compute reshard layers.0
 -return [sum_1, reshard_grad, mm_2]
 +reduce_layers_0: (f32[8, 8]) = _c10d_functional.all_reduce_coalesced([t_4], avg, 0)  # backward reduce launch layers.0
-+getitem: f32[8, 8] = getitem(reduce_layers_0, 0)  # backward reduce part layers.0
-+wait_tensor_default: f32[8, 8] = _c10d_functional.wait_tensor(getitem)  # backward reduce wait layers.0
-+return (sum_1, wait_tensor_default, mm_2)""",
++reduce_layers_0_done: (f32[8, 8]) = wait(reduce_layers_0)  # backward reduce wait layers.0
++getitem: f32[8, 8] = getitem(reduce_layers_0_done, 0)  # backward reduce part layers.0
++return (sum_1, getitem, mm_2)""",
     )
 
 
@@ -185,7 +185,7 @@ def test_two_axes() -> None:
     assert (inside.launch.target, across.launch.target) == (_SCATTER, _ALL_REDUCE)
     assert inside.launch.args[2] == 8
     assert inside.launch.args[-1] != across.launch.args[-1]
-    assert across.tensors == list(inside.waits)
+    assert across.tensors == list(inside.parts)
     assert across.tensors[0].meta["val"].shape == (1, 8)
     spec = next(iter(graph.specs.values()))
     assert spec.shard_group is not None
@@ -257,7 +257,7 @@ def test_13_rows(world_size: int, rank: int, rows: int) -> None:
     (pad,) = transfer.prepare
     padded = -(-13 // world_size) * world_size
     assert pad.meta["val"].shape == (padded, 8)
-    assert transfer.waits[0].meta["val"].shape == (padded // world_size, 8)
+    assert transfer.parts[0].meta["val"].shape == (padded // world_size, 8)
     assert transfer.results[0].meta["val"].shape == (rows, 8)
 
 

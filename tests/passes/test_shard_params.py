@@ -125,8 +125,8 @@ primals_1: f32[1024/N, 1024] = input
 primals_2: f32[6, 1024] = input
 tangents_1: f32[] = input
 gather_layers_0: (f32[1024, 1024]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], N, 0)  # forward gather launch layers.0
-getitem: f32[1024, 1024] = getitem(gather_layers_0, 0)  # forward gather part layers.0
-layers_0_weight: f32[1024, 1024] = _c10d_functional.wait_tensor(getitem)  # forward gather wait layers.0
+gather_layers_0_done: (f32[1024, 1024]) = wait(gather_layers_0)  # forward gather wait layers.0
+layers_0_weight: f32[1024, 1024] = getitem(gather_layers_0_done, 0)  # forward gather part layers.0
 t: f32[1024, 1024] = aten.t(layers_0_weight)  # forward compute compute layers.0
 mm: f32[6, 1024] = aten.mm(primals_2, t)  # forward compute compute layers.0
 release_default: None = fxzero.release([layers_0_weight])  # forward gather release layers.0
@@ -136,8 +136,8 @@ t_1: f32[1024, 6] = aten.t(expand)  # backward compute compute layers.0
 mm_1: f32[1024, 1024] = aten.mm(t_1, primals_2)  # backward compute compute layers.0
 t_2: f32[1024, 1024] = aten.t(mm_1)  # backward compute compute layers.0
 gather_layers_1: (f32[1024, 1024]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], N, 0)  # backward gather launch layers.0
-getitem_1: f32[1024, 1024] = getitem(gather_layers_1, 0)  # backward gather part layers.0
-layers_0_weight_1: f32[1024, 1024] = _c10d_functional.wait_tensor(getitem_1)  # backward gather wait layers.0
+gather_layers_1_done: (f32[1024, 1024]) = wait(gather_layers_1)  # backward gather wait layers.0
+layers_0_weight_1: f32[1024, 1024] = getitem(gather_layers_1_done, 0)  # backward gather part layers.0
 t_5: f32[1024, 1024] = aten.t(layers_0_weight_1)  # backward compute compute layers.0
 t_3: f32[1024, 1024] = aten.t(t_5)  # backward compute compute layers.0
 mm_2: f32[6, 1024] = aten.mm(expand, t_3)  # backward compute compute layers.0
@@ -228,7 +228,7 @@ def test_13_rows(world_size: int, rank: int, shard_rows: int, padded: int) -> No
         assert pad.target is _aten.constant_pad_nd.default
         assert pad.all_input_nodes[0].meta["val"].shape == (shard_rows, 8)
         assert pad.meta["val"].shape == (padded // world_size, 8)
-        assert transfer.waits[0].meta["val"].shape == (padded, 8)
+        assert transfer.parts[0].meta["val"].shape == (padded, 8)
         (full,) = transfer.results
         assert full.target is _aten.slice.Tensor
         assert full.meta["val"].shape == (13, 8)

@@ -15,10 +15,10 @@ import torch.distributed as dist
 import fxzero
 from fxzero import backend
 from fxzero.backend import Compilation
-from fxzero.cost.model import Collective, Message
 from fxzero.errors import ConfigError
 from fxzero.inspect import capture
 from fxzero.schedule.measured import CostFile, MeasuredCosts
+from fxzero.transfer import Transfer, TransferKind
 from tests.parity.harness import Pools
 from tests.tracing import Chain, chain
 
@@ -61,7 +61,7 @@ def figures(folder: str) -> tuple[Any, Any]:
         del os.environ["FXZERO_CACHE_DIR"]
     costs = found[0].context.costs
     assert isinstance(costs, MeasuredCosts)
-    message = Message(Collective.ALL_GATHER, 1 << 20, dist.get_world_size())
+    message = Transfer(TransferKind.ALL_GATHER, 1 << 20, dist.get_world_size())
     return sorted(costs._regions.values()), costs.transfer(message)
 
 

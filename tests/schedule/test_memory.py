@@ -14,7 +14,8 @@ from examples.models import gpt_bench
 from fxzero import backend
 from fxzero.backend import Compilation
 from fxzero.graph.aliases import is_view
-from fxzero.schedule.memory import Kind, simulate_memory
+from fxzero.schedule.simulate import simulate_memory
+from fxzero.schedule.storage import Kind
 from tests.parity.harness import Pools
 from tests.stepping import chain_of, step_graph
 

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from fxzero.graph import Lane
 from fxzero.schedule import Hold, Task, TaskGraph, best_order, exact_order, fixed_order, replay
 from fxzero.schedule.search import EXACT_TASKS, SLACK, list_order
+from fxzero.transfer import Pool
+from tests.work import calls, growth
 
 GATHER, REDUCE, COMPUTE = Lane.GATHER, Lane.REDUCE, Lane.COMPUTE
+
+
+def within(budget: int | None) -> dict[Pool, int]:
+    """Budgets of a device, or none."""
+    return {} if budget is None else {Pool.DEVICE: budget}
 
 
 @st.composite
@@ -41,7 +48,7 @@ def task_graphs(draw: st.DrawFn, max_size: int = 20) -> TaskGraph:
         )
     least = replay(TaskGraph(tuple(tasks)), range(count)).peak_bytes
     budget = draw(st.none() | st.integers(least, 3 * least + 1))
-    return TaskGraph(tuple(tasks), budget)
+    return TaskGraph(tuple(tasks), within(budget))
 
 
 def assert_valid(graph: TaskGraph, order: Sequence[int]) -> None:
@@ -121,7 +128,7 @@ def layers(count: int, wire_us: float, compute_us: float, budget: int | None = N
         tasks.append(Task(f"gather {i}", GATHER, wire_us, holds=(Hold(10, (unit,)),)))
         before = (unit - 2,) if i else ()
         tasks.append(Task(f"unit {i}", COMPUTE, compute_us, after=(*before, unit - 1)))
-    return TaskGraph(tuple(tasks), budget)
+    return TaskGraph(tuple(tasks), within(budget))
 
 
 def test_hidden_transfers_cost_their_first_one() -> None:
@@ -172,24 +179,17 @@ def test_joins_free_memory_for_what_follows() -> None:
         tasks.append(Task(f"join {i}", COMPUTE, 1, after=(unit + 1,)))
         units.append(unit)
     for budget in (10, 20):
-        found = best_order(TaskGraph(tuple(tasks), budget))
+        found = best_order(TaskGraph(tuple(tasks), within(budget)))
         assert found is not None
         assert found.replay.peak_bytes == budget
-    rich = best_order(TaskGraph(tuple(tasks), 1000))
+    rich = best_order(TaskGraph(tuple(tasks), within(1000)))
     assert rich is not None
     assert rich.replay.makespan_us == 6 * 8 + 6  # joined last, so that no reduce is waited for
-    assert best_order(TaskGraph(tuple(tasks), 9)) is None
+    assert best_order(TaskGraph(tuple(tasks), within(9))) is None
 
 
 def test_growth() -> None:
     """Ten times the layers take about ten times as long to schedule."""
-    import time
-
-    def seconds(count: int) -> float:
-        graph = layers(count, 5, 8)
-        start = time.process_time()
-        best_order(graph)
-        return time.process_time() - start
-
-    seconds(20)
-    assert seconds(500) < 25 * max(seconds(50), 1e-3)
+    few, many = layers(50, 5, 8), layers(500, 5, 8)
+    assert calls(lambda: best_order(many)) < 15 * calls(lambda: best_order(few))
+    assert growth(lambda: best_order(few), lambda: best_order(many), repeats=3) < 25

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import nn
 from typer.testing import CliRunner
 
 from fxzero.cli.app import app
@@ -14,58 +15,52 @@ from fxzero.cost import FixedCosts
 from fxzero.graph import Lane
 from fxzero.inspect import capture
 from fxzero.inspect.trace import chrome_trace, write_trace
-from fxzero.schedule.memory import simulate_memory
-from fxzero.schedule.simulate import Do, Event, Program, simulate
-from tests.stepping import EAGER, chain_of, step_graph
-from tests.tracing import BY_LAYER
+from fxzero.passes import Bucket, Context, Prefetch
+from fxzero.passes.pipeline import run_passes
+from fxzero.schedule.engine import Task, TaskGraph
+from fxzero.schedule.simulate import Program, simulate, simulate_memory
+from tests.stepping import EAGER, chain_of, compiled_step, step_graph
+from tests.tracing import BY_LAYER, chain, of, trace, up_to
+from tests.work import calls, growth
 
 
-def event(do: Do, name: str, us: float = 0.0, host_us: float = 0.0, transfer: str = "") -> Event:
-    lane = Lane.COMPUTE if do is Do.COMPUTE else Lane.GATHER
-    return Event(do, name, name, "", lane, us, host_us, transfer)
+def task(name: str, us: float = 0.0, *after: int) -> Task:
+    """Compute, or with no time a wait for what comes before it."""
+    return Task(name, Lane.COMPUTE, us, after=after)
+
+
+def gather(name: str, us: float, host_us: float = 0.0) -> Task:
+    return Task(name, Lane.GATHER, us, host_us)
+
+
+def program(*tasks: Task, ahead: dict[int, int] | None = None) -> Program:
+    return Program(TaskGraph(tasks), ahead=ahead)
 
 
 def test_one_gather_behind_one_layer() -> None:
     """Seven of ten microseconds are hidden."""
-    program = Program(
-        (
-            event(Do.LAUNCH, "g", 10, 1, "g"),
-            event(Do.COMPUTE, "a", 6),
-            event(Do.WAIT, "w", transfer="g"),
-            event(Do.COMPUTE, "b", 4),
-        )
-    )
-    found = program.run()
+    found = program(gather("g", 10, 1), task("a", 6), task("w", 0, 0), task("b", 4)).run()
     assert found.makespan_us == 10 + 4
-    assert found.exposed_us == 10 - 1 - 6
+    assert found.exposed_us == found.exposed_by["gather"] == 10 - 1 - 6
     assert found.busy_us == {"gather": 10, "compute": 10}
     assert [(s.name, s.start_us) for s in found.spans] == [("g", 0), ("a", 1), ("b", 10)]
 
 
 def test_transfers_queue_on_the_link() -> None:
     """The second starts when the first is done."""
-    program = Program(
-        (
-            event(Do.LAUNCH, "g", 10, 0, "g"),
-            event(Do.LAUNCH, "h", 10, 0, "h"),
-            event(Do.WAIT, "w", transfer="h"),
-        )
-    )
-    assert program.run().makespan_us == 20
+    assert program(gather("g", 10), gather("h", 10), task("w", 0, 1)).run().makespan_us == 20
+
+
+def test_transfers_on_resources_of_their_own_run_side_by_side() -> None:
+    """Gathers with a process group of their own, say."""
+    other = replace(gather("h", 10), resource="link of gathers")
+    assert program(gather("g", 10), other, task("w", 0, 1)).run().makespan_us == 10
 
 
 def test_what_the_step_before_has_started_is_in_flight() -> None:
     """A gather that starts before the last update is late by what is left of it."""
-    program = Program(
-        (
-            event(Do.LAUNCH, "g", 10, 0, "g"),
-            event(Do.WAIT, "w", transfer="g"),
-            event(Do.COMPUTE, "a", 5),
-            event(Do.AHEAD, "next", 10, 0, "g"),
-            event(Do.COMPUTE, "update", 7),
-        )
-    )
-    found = program.run()
+    tasks = (gather("g", 10), task("w", 0, 0), task("a", 5), gather("next", 10), task("update", 7))
+    found = program(*tasks, ahead={0: 3}).run()
     assert found.exposed_us == 10 - 7
     assert found.makespan_us == 3 + 5 + 7
 
@@ -91,18 +86,62 @@ def test_a_chain_of_equal_layers(depth: int) -> None:
     assert found.makespan_us == pytest.approx(products * layer_us + 2 * wire_us)
 
 
-def test_twenty_thousand_events_in_milliseconds() -> None:
-    """Costs are asked for once; a replay only adds and compares."""
-    layer = (
-        event(Do.LAUNCH, "g", 10, 1, "g"),
-        event(Do.COMPUTE, "a", 6),
-        event(Do.WAIT, "w", transfer="g"),
-        event(Do.COMPUTE, "b", 4),
-    )
-    program = Program(layer * 5000)
-    start = time.process_time()
-    program.run()
-    assert time.process_time() - start < 0.5  # about 0.04 on a quiet core
+def test_ten_times_the_tasks_take_ten_times_as_long() -> None:
+    """Costs are asked for once; a replay only adds and compares, a few calls a task."""
+    layer = (gather("g", 10, 1), task("a", 6), task("b", 4))
+    few, many = program(*layer * 500), program(*layer * 5000)
+    assert calls(many.run) < 11 * calls(few.run)
+    assert calls(many.run) < 60 * len(many.graph)
+    assert growth(few.run, many.run) < 25
+
+
+BUDGETS = [None, 150_000, 60_000]
+"""Four layers of 16 KiB: all of them at once, or three, or a little more than is needed."""
+
+biased = of(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), 8, 64)
+"""A bucket holds a weight and a bias."""
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("fuses", [True, False])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_what_the_budget_bounds_is_what_is_simulated(
+    zero: int, fuses: bool, budget: int | None
+) -> None:
+    """To the byte: a schedule is made by the storages that a simulation finds in it."""
+    graph = trace(biased, zero=zero)
+    prefetch = Prefetch(budget_bytes=budget)
+    passes = up_to("prefetch", Bucket(min_bytes=0), prefetch)
+    notes = run_passes(passes, graph, Context(fuses=fuses))[-1].notes
+    memory = simulate_memory(graph, fuses=fuses)
+    assert memory.transfers_bytes == notes["held_bytes"] > 0
+    assert budget is None or memory.transfers_bytes <= budget
+
+
+@pytest.mark.parametrize("in_flight", [0, 1, 2])
+def test_a_gradient_is_held_until_its_reduce_is_joined(in_flight: int) -> None:
+    """Those in flight, and the one that is made meanwhile: a sum that can be done by hand."""
+    graph = trace(chain(4, width=64, batch=8), zero=0)
+    prefetch = Prefetch(distance=0, reduce_distance=in_flight)
+    notes = run_passes(up_to("prefetch", Bucket(min_bytes=0), prefetch), graph, Context())[-1].notes
+    gradient = 64 * 64 * 4
+    assert notes["held_bytes"] == (in_flight + 1) * gradient
+    assert simulate_memory(graph, fuses=True).transfers_bytes == (in_flight + 1) * gradient
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_in_a_whole_step_too(zero: int, micro_batches: int, budget: int | None) -> None:
+    """Gradients of several micro-batches are held from the first one on at stages 0 and 1."""
+    held = 4 * 64 * 64 * 4 if zero < 2 and micro_batches > 1 else 0
+    options = {**EAGER, "prefetch": {"budget_bytes": budget and budget + held}}
+    build = chain_of(4, width=64, rows=8)
+    compilation = compiled_step(build, zero=zero, micro_batches=micro_batches, options=options)
+    (notes,) = [r.notes for r in compilation.records if r.name == "prefetch"]
+    assert compilation.joint is not None
+    memory = simulate_memory(compilation.joint, fuses=False)
+    assert memory.transfers_bytes == notes["held_bytes"] > 0
 
 
 def test_a_trace_has_a_row_for_each_lane(tmp_path: Path) -> None:

@@ -6,6 +6,28 @@ from tests.mutants.fault import Fault
 
 FAULTS = (
     Fault(
+        "a bucket's record has the bytes of its first tensor",
+        "fxzero/transfer.py",
+        "full_bytes=sum(transfer.full_bytes for transfer in every),",
+        "full_bytes=self.full_bytes,",
+        "verify: stage 3",
+        "and its record says",
+    ),
+    Fault(
+        "gathered parameters are left out of the budget",
+        "fxzero/schedule/storage.py",
+        "storage.gathered = self.graph.specs[key].zero == 3",
+        "storage.gathered = False",
+        "tests/passes/test_prefetch_by_cost.py::test_never_over_the_budget",
+    ),
+    Fault(
+        "a plan of another graph is replayed",
+        "fxzero/compiler/plan.py",
+        "decisions = self.graphs.get(digest)",
+        "decisions = next(iter(self.graphs.values()))",
+        "tests/compiler/test_plan.py::test_a_digest_that_was_changed_is_refused",
+    ),
+    Fault(
         "a full parameter is released after its first reader",
         "passes/shard_params.py",
         "last = max(u for u in (*users, *aliases)",
@@ -24,10 +46,10 @@ FAULTS = (
     Fault(
         "a shard is gathered over its replicas",
         "passes/shard_params.py",
-        "([part], spec.shard_group.size, spec.shard_group.name),",
-        "([part], spec.shard_group.size, (*spec.replica_groups, spec.shard_group)[0].name),",
+        "record_for(kind, axis, full)",
+        "record_for(kind, spec.layout.axes[0], full)",
         "verify: stage 3 on two axes",
-        "but it is sharded over",
+        "but its layout asks for",
     ),
     Fault(
         "a gathered parameter keeps its padding",
@@ -39,18 +61,18 @@ FAULTS = (
     Fault(
         "two results of a bucket are swapped",
         "passes/bucket.py",
-        "(launch, position),",
-        "(launch, len(sent) - 1 - position),",
+        "part.args = (joined, index)",
+        "part.args = (joined, len(old) - 1 - index)",
         "verify: stage 3",
-        "is waited for as",
+        "is taken for",
     ),
     Fault(
-        "tensors are sent in another order than they are waited for",
+        "tensors are sent in another order than they are taken",
         "passes/lower_transfers.py",
-        "in zip(transfer.tensors, transfer.parts,",
-        "in zip(transfer.tensors[::-1], transfer.parts,",
+        "sent = list(tensors)",
+        "sent = list(tensors)[::-1]",
         "verify: stage 3, lowered",
-        "is waited for as",
+        "is taken for",
     ),
     Fault(
         "what backward still reads is released in forward",
@@ -79,6 +101,6 @@ FAULTS = (
         "fxzero/schedule/agreement.py",
         "return json.loads(_decided[key])",
         "return answer",
-        "tests/parity/test_schedules.py::test_ranks_with_other_batches_decide_alike[step]",
+        "tests/parity/test_schedules.py::test_ranks_with_other_batches_decide_alike[step-3]",
     ),
 )

@@ -31,7 +31,7 @@ FAULTS = (
     ),
     Fault(
         "an update does not wait for the readers of its parameter",
-        "fxzero/schedule/problem.py",
+        "fxzero/schedule/followers.py",
         "    if stamp_of(node).role is Role.UPDATE:\n        changed",
         "    if stamp_of(node).role is not Role.UPDATE:\n        changed",
         "verify: step of one process",

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from fxzero.backend import Compilation
-from fxzero.cost.model import message_of
-from fxzero.graph import Lane, Phase, StepGraph
-from fxzero.graph.operators import num_bytes
-from fxzero.graph.step_graph import Transfer
+from fxzero.graph import Phase, StepGraph
+from fxzero.graph.step_graph import TransferNodes
 from fxzero.inspect.capture import Capture
 from fxzero.passes.lower_regions import RegionBackend
 from fxzero.passes.pipeline import PassRecord
-from fxzero.schedule.memory import simulate_memory
-from fxzero.schedule.simulate import simulate
+from fxzero.schedule.simulate import simulate, simulate_memory
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ class ScheduleRow:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Analysis:
     """A compilation, ready to be shown."""
 
     zero: int
@@ -100,7 +96,7 @@ class Plan:
     schedules: tuple[ScheduleRow, ...] = ()
 
     @staticmethod
-    def of(capture: Capture) -> Plan:
+    def of(capture: Capture) -> Analysis:
         """Read a capture."""
         passes, transfers = [], []
         rows = [ScheduleRow.of(i, c) for i, c in enumerate(capture.compilations)]
@@ -108,7 +104,7 @@ class Plan:
             passes += [_pass_row(number, record) for record in compilation.records]
             if compilation.joint is not None:
                 transfers += _transfer_rows(number, compilation.joint)
-        return Plan(
+        return Analysis(
             zero=capture.zero,
             world_size=capture.world_size,
             num_parameters=capture.num_parameters,
@@ -163,18 +159,17 @@ def _transfer_rows(number: int, graph: StepGraph) -> list[TransferRow]:
     return [_transfer_row(number, graph, transfer) for transfer in graph.transfers()]
 
 
-def _transfer_row(number: int, graph: StepGraph, transfer: Transfer) -> TransferRow:
+def _transfer_row(number: int, graph: StepGraph, transfer: TransferNodes) -> TransferRow:
     stamp = transfer.stamp
-    gathers = stamp.lane is Lane.GATHER
-    full = transfer.waits if gathers else tuple(transfer.tensors)
+    record = transfer.record
     return TransferRow(
         graph=number,
         bucket=stamp.bucket,
         phase=stamp.phase.value,
         lane=stamp.lane.value,
-        operator=message_of(graph, transfer).kind.value,
+        operator=record.kind.value,
         layer=stamp.layer,
         params=tuple(graph.specs[key].name for key in stamp.params),
-        num_elements=sum(math.prod(node.meta["val"].shape) for node in full),
-        num_bytes=sum(num_bytes(node) for node in full),
+        num_elements=record.full_bytes // record.dtype.itemsize,
+        num_bytes=record.full_bytes,
     )

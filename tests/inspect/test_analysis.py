@@ -8,7 +8,7 @@ import json
 import pytest
 from torch import nn
 
-from fxzero.inspect import Plan, capture
+from fxzero.inspect import Analysis, capture
 from tests.tracing import BY_LAYER, chain, of
 
 DEPTH = 3
@@ -17,9 +17,11 @@ P = DEPTH * WIDTH * WIDTH
 
 
 @functools.cache
-def plan_of(zero: int, world_size: int) -> Plan:
+def plan_of(zero: int, world_size: int) -> Analysis:
     """Backward reads every parameter: bias-free layers, an input that wants a gradient."""
-    return Plan.of(capture(chain(DEPTH, WIDTH), zero=zero, world_size=world_size, options=BY_LAYER))
+    return Analysis.of(
+        capture(chain(DEPTH, WIDTH), zero=zero, world_size=world_size, options=BY_LAYER)
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
@@ -34,7 +36,7 @@ def test_traffic_is_that_of_the_table(zero: int, factor: int, world_size: int) -
 @pytest.mark.parametrize(("zero", "factor"), [(0, 2), (2, 2), (3, 3)])
 def test_traffic_on_1024_ranks(zero: int, factor: int) -> None:
     """As many rows as ranks, so that nothing is padded."""
-    plan = Plan.of(capture(chain(2, 1024), zero=zero, world_size=1024, options=BY_LAYER))
+    plan = Analysis.of(capture(chain(2, 1024), zero=zero, world_size=1024, options=BY_LAYER))
     assert plan.wire_elements() == factor * plan.num_parameters == factor * 2 * 1024 * 1024
 
 
@@ -49,7 +51,7 @@ def test_lanes() -> None:
 def test_what_backward_never_reads_is_not_gathered_again() -> None:
     """Biases: less than 3P."""
     build = of(lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))), 4, 16)
-    plan = Plan.of(capture(build, zero=3, world_size=8, options=BY_LAYER))
+    plan = Analysis.of(capture(build, zero=3, world_size=8, options=BY_LAYER))
     weights, biases = 3 * 16 * 16, 3 * 16
     assert plan.wire_elements() == 3 * weights + 2 * biases
     again = [r for r in plan.transfers if r.lane == "gather" and r.phase == "backward"]
@@ -61,7 +63,7 @@ def test_without_a_gradient_of_the_input_the_first_layer_is_not_read_again() -> 
     build = of(
         lambda: nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3))), 4, 16, grad=False
     )
-    plan = Plan.of(capture(build, zero=3, world_size=8, options=BY_LAYER))
+    plan = Analysis.of(capture(build, zero=3, world_size=8, options=BY_LAYER))
     assert plan.wire_elements() == 3 * 3 * 256 - 256
 
 

@@ -1,0 +1,1 @@
+"""What both doors share: decisions and the plans that hold them."""

@@ -1,0 +1,109 @@
+"""What follows transfers: sums over micro-steps, norms, updates. They belong to no unit.
+
+    … unit; join r; unit …    →    … unit; join r; update; unit …
+
+A follower runs as soon as what it reads is there and what it changes has been read, between two
+units, so that no region is split by it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+
+from torch import fx
+
+from fxzero.graph import Phase, Role
+from fxzero.graph.aliases import is_view
+from fxzero.graph.stamps import stamp_of
+
+
+def is_follower(node: fx.Node) -> bool:
+    """Whether a node runs as soon as it can, between two units."""
+    stamp = stamp_of(node)
+    return stamp.phase is Phase.OPTIMIZER or stamp.role is Role.ACCUMULATE
+
+
+def through_followers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes, and what followers among them read."""
+    found: set[fx.Node] = set()
+    queue = list(nodes)
+    while queue:
+        node = queue.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if node.op == "call_function" and is_follower(node):
+            queue += node.all_input_nodes
+    return found
+
+
+def with_followers(
+    order: Sequence[fx.Node],
+    followers: Sequence[fx.Node],
+    boundaries: Collection[fx.Node],
+    first: Collection[str] = (),
+) -> list[fx.Node]:
+    """Put each follower where what it reads is there, and what it changes has been read.
+
+    Args:
+        boundaries: the nodes of `order` before which there is room.
+        first: keys of parameters whose updates go before others that are ready too.
+    """
+    missing = {node: _awaited(node) for node in followers}
+    waiting: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node, needed in missing.items():
+        for source in needed:
+            waiting[source].append(node)
+    chosen = set(first)
+    rank = {node: (chosen.isdisjoint(stamp_of(node).params), i) for i, node in enumerate(followers)}
+    ready = [rank[node] for node, needed in missing.items() if not needed]
+    heapq.heapify(ready)
+    out: list[fx.Node] = []
+
+    def emit(node: fx.Node) -> None:
+        out.append(node)
+        for follower in waiting.pop(node, ()):
+            missing[follower].discard(node)
+            if not missing[follower]:
+                heapq.heappush(ready, rank[follower])
+
+    def flush() -> None:
+        while ready:
+            emit(followers[heapq.heappop(ready)[1]])
+
+    for node in order:
+        if node in boundaries:
+            flush()
+        emit(node)
+    flush()
+    assert len(out) == len(order) + len(followers), "followers wait for each other"
+    return out
+
+
+def _awaited(node: fx.Node) -> set[fx.Node]:
+    """What must run before a follower: its sources, and all readers of what it changes."""
+    needed = {n for n in node.all_input_nodes if n.op == "call_function"}
+    if stamp_of(node).role is Role.UPDATE:
+        changed = [
+            source
+            for source in node.all_input_nodes
+            if source.op == "placeholder" and stamp_of(source).phase is not Phase.OPTIMIZER
+        ]
+        needed |= {reader for reader in readers(*changed) if reader < node}
+    return needed - {node}
+
+
+def readers(*sources: fx.Node) -> set[fx.Node]:
+    """Everything that reads nodes' memory: through views, and in collectives until joined."""
+    found: set[fx.Node] = set()
+    queue = list(sources)
+    while queue:
+        for user in queue.pop().users:
+            if user in found or user.op == "output":
+                continue
+            found.add(user)
+            if is_view(user) or stamp_of(user).role in (Role.PREPARE, Role.LAUNCH):
+                queue.append(user)
+    return found

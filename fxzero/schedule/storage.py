@@ -1,0 +1,349 @@
+"""The storages of a step graph: which node brings each to life, what it is for, who ends it.
+
+A storage begins where the node that owns it runs and ends with the last node that reads it,
+through views too; a release ends it earlier. A collective reads what it sends until its wait.
+What counts besides the values of nodes:
+
+    gather       the full tensors, from the launch on
+    exchange     on gloo, the other ranks' rows, from the launch to the wait; what was sent until
+                 then
+    region       its temporaries while it runs: buffers that fusion leaves in memory
+    operator     what it says that it allocates: see `fxzero.cost.workspace`
+    inputs       parameters, optimizer state and the batch live throughout
+
+Caching allocators, code and library buffers are not counted.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from torch import fx
+
+from fxzero.cost.workspace import region_bytes, workspace_bytes
+from fxzero.graph import Lane, Phase, Role, StepGraph
+from fxzero.graph.aliases import is_view
+from fxzero.graph.operators import num_bytes, tensor_bytes
+from fxzero.graph.stamps import stamp_of
+from fxzero.runtime import collectives
+from fxzero.runtime.cutout import end_of_run, runs
+from fxzero.runtime.regions import Region
+from fxzero.transfer import Pool
+
+
+class Kind(StrEnum):
+    """What memory is for."""
+
+    PARAMETERS = "parameters"
+    OPTIMIZER_STATE = "optimizer_state"
+    INPUTS = "inputs"
+    GATHERED = "gathered"
+    GRADIENTS = "gradients"
+    ACTIVATIONS = "activations"
+    WORKSPACE = "workspace"
+
+
+@dataclass(eq=False)
+class Storage:
+    """Bytes with a beginning and, mostly, an end."""
+
+    name: str
+    """The node that owns it."""
+    num_bytes: int
+    kind: Kind
+    begin: fx.Node | None
+    """What brings it to life; None of an input."""
+    readers: dict[fx.Node, None] = field(default_factory=dict)
+    """Everything that reads it; it ends with the last one."""
+    ended_by: fx.Node | None = None
+    """What ends it whoever else has read it: a release, or the join of an exchange."""
+    stays: bool = False
+    """Whether it outlives the graph: an output, or an input."""
+    gathered: bool = False
+    """Whether a transfer brings it for as long as it is needed, and no longer: at stage 3."""
+    sent: bool = False
+    """Whether a transfer of gradients takes it away."""
+    pool: Pool = Pool.DEVICE
+
+    @property
+    def of_transfer(self) -> bool:
+        """Whether a transfer holds it: a gathered parameter that ends within the step, or a
+        gradient that is still to be reduced."""
+        return (self.gathered and not self.stays) or (self.sent and self.begin is not None)
+
+    def until(self) -> tuple[fx.Node, ...]:
+        """The nodes with the last of which it ends; none if it stays."""
+        if self.ended_by is not None:
+            return (self.ended_by,)
+        if self.stays:
+            return ()
+        assert self.begin is not None
+        return (self.begin, *self.readers)
+
+
+@dataclass
+class Storages:
+    """All storages of a graph, and what runs need for the moment."""
+
+    groups: list[list[fx.Node]]
+    """What runs as one: regions that are, or will be, and every other node alone."""
+    every: list[Storage] = field(default_factory=list)
+    temporary: dict[fx.Node, int] = field(default_factory=dict)
+    """By the first node of a group, the bytes that it needs beside its results while it runs."""
+    of: dict[fx.Node, list[Storage]] = field(default_factory=dict)
+    """By node, what its value is in: of a list, one for each tensor."""
+
+
+def storages_of(graph: StepGraph, *, fuses: bool) -> Storages:
+    """Find a graph's storages.
+
+    Args:
+        graph: lowered or not.
+        fuses: whether runs of compute are, or will be, compiled regions.
+    """
+    return _Walk(graph, fuses).run()
+
+
+class _Walk:
+    def __init__(self, graph: StepGraph, fuses: bool) -> None:
+        self.graph = graph
+        nodes = [n for n in graph.graph.nodes if n.op in ("call_function", "get_attr")]
+        self.found = Storages(_groups(nodes) if fuses else [[node] for node in nodes])
+        self.storage = self.found.of
+        self.parts: dict[fx.Node, list[list[Storage]]] = {}
+        """Of a region: the storages of each of its outputs."""
+
+    def run(self) -> Storages:
+        self._inputs()
+        for group in self.found.groups:
+            if len(group) > 1:
+                self._run_group(group)
+            else:
+                self._run_node(group[0])
+            for node in group:
+                for source in node.all_input_nodes:
+                    self._read(source, node)
+        for storage in self.found.every:
+            # Kept for a backward that runs apart: `release_saved` ends it with its reader's run.
+            if storage.gathered and storage.ended_by is None and storage.readers:
+                storage.readers[end_of_run(max(storage.readers))] = None
+        for source in self.graph.output.all_input_nodes:
+            for storage in self.storage.get(source, ()):
+                storage.stays = True
+        return self.found
+
+    def _read(self, source: fx.Node, node: fx.Node) -> None:
+        """Note who reads a value; a launch does until its wait."""
+        stamp = stamp_of(node) if node.op == "call_function" else None
+        for storage in self.storage.get(source, ()):
+            storage.readers[node] = None
+            if stamp is not None and stamp.role is Role.LAUNCH:
+                storage.readers |= dict.fromkeys(_waits_of(node))
+                storage.sent |= stamp.lane is Lane.REDUCE and bool(stamp.params)
+
+    def _make(self, node: fx.Node, amount: int, kind: Kind, begin: fx.Node | None) -> Storage:
+        made = Storage(node.name, amount, kind, begin)
+        self.found.every.append(made)
+        return made
+
+    def _new(self, node: fx.Node, amount: int, kind: Kind) -> Storage:
+        return self._make(node, amount, kind, node)
+
+    def _kind_of(self, node: fx.Node) -> Kind:
+        stamp = stamp_of(node)
+        if stamp.lane is Lane.GATHER:
+            return Kind.GATHERED
+        if stamp.lane is Lane.REDUCE or any(
+            user.op == "call_function" and stamp_of(user).lane is Lane.REDUCE for user in node.users
+        ):
+            return Kind.GRADIENTS
+        if stamp.phase is Phase.FORWARD:
+            return Kind.ACTIVATIONS
+        return Kind.WORKSPACE
+
+    def _inputs(self) -> None:
+        """What is there before the first node runs."""
+        for node in self.graph.graph.find_nodes(op="placeholder"):
+            source = node.meta.get("fxzero_source")
+            if node in self.graph.inputs:
+                kind = Kind.PARAMETERS
+            elif source is not None and source[0] == "state":
+                kind = Kind.OPTIMIZER_STATE
+            else:
+                kind = Kind.INPUTS
+            storage = self._make(node, num_bytes(node), kind, None)
+            storage.stays = True
+            self.storage[node] = [storage]
+
+    def _alias(self, node: fx.Node, source: fx.Node) -> None:
+        self.storage[node] = list(self.storage.get(source, []))
+
+    def _run_node(self, node: fx.Node) -> None:
+        stamp = stamp_of(node) if node.op == "call_function" else None
+        if stamp is not None and stamp.role is Role.RELEASE:
+            for source in node.all_input_nodes:
+                for storage in self.storage.get(source, ()):
+                    storage.ended_by = node
+        elif stamp is not None and stamp.role is Role.LAUNCH:
+            self._launch(node)
+        elif stamp is not None and stamp.role is Role.WAIT:
+            self._wait(node)
+        elif isinstance(node.target, Region):
+            self._region(node)
+        elif node.target is operator.getitem:
+            self._part(node)
+        elif is_view(node) or _writes_first(node):
+            self._alias(node, node.all_input_nodes[0])
+        else:
+            values = node.meta.get("val")
+            several = values if isinstance(values, (list, tuple)) else (values,)
+            kind = self._kind_of(node) if stamp is not None else Kind.INPUTS
+            self.storage[node] = [self._new(node, tensor_bytes(v), kind) for v in several]
+            self.found.temporary[node] = workspace_bytes(node)
+
+    def _run_group(self, group: list[fx.Node]) -> None:
+        """A run that will be one region: its outputs, and what it needs meanwhile."""
+        inside = set(group)
+        first = group[0]
+        outputs = [n for n in group if any(user not in inside for user in n.users)]
+        before = len(self.found.every)
+
+        def make(node: fx.Node) -> None:
+            self.storage[node] = [
+                self._make(node, num_bytes(node), self._kind_of(node), begin=first)
+            ]
+
+        for node in group:
+            if node.target is operator.getitem and node.all_input_nodes[0] in inside:
+                continue
+            if is_view(node) and node.all_input_nodes[0] in self.storage:
+                self._alias(node, node.all_input_nodes[0])
+                continue
+            if isinstance(node.meta.get("val"), (list, tuple)):
+                for user in node.users:
+                    if user.target is operator.getitem and any(u not in inside for u in user.users):
+                        make(user)
+            elif node in outputs:
+                make(node)
+        for node in outputs:
+            if node not in self.storage:
+                make(node)
+        made = sum(storage.num_bytes for storage in self.found.every[before:])
+        self.found.temporary[first] = max(region_bytes(group) - made, 0)
+
+    def _region(self, node: fx.Node) -> None:
+        region = node.target
+        assert isinstance(region, Region)
+        values: Sequence[Any] = node.meta["val"]
+        storages: list[list[Storage]] = []
+        by_root: dict[int, list[Storage]] = {}
+        parts = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+        made = 0
+        for position, (value, root) in enumerate(zip(values, region.structure.roots, strict=True)):
+            if root < 0:
+                source = node.args[-1 - root]
+                storages.append(self.storage.get(source, []))  # type: ignore[arg-type]
+                continue
+            if root not in by_root:
+                part = parts.get(position)
+                kind = self._kind_of(part) if part is not None else Kind.WORKSPACE
+                by_root[root] = [self._make(part or node, tensor_bytes(value), kind, begin=node)]
+                made += tensor_bytes(value)
+            storages.append(by_root[root])
+        self.parts[node] = storages
+        self.storage[node] = [s for group in by_root.values() for s in group]
+        held = node.meta.get("fxzero_region_bytes", 0)
+        self.found.temporary[node] = max(held - made, 0)
+
+    def _part(self, node: fx.Node) -> None:
+        source, position = node.args
+        assert isinstance(source, fx.Node)
+        assert isinstance(position, int)
+        storages = self.storage.get(source, [])
+        if source in self.parts:
+            storages = self.parts[source][position]
+        elif not is_view(source):  # parts of a split: all of them look at one memory
+            storages = storages[position : position + 1]
+        self.storage[node] = list(storages)
+
+    def _launch(self, node: fx.Node) -> None:
+        """What a collective fills, and what it keeps of what it sends."""
+        sent = node.all_input_nodes
+        if node.target is collectives.exchange:
+            record = stamp_of(node).transfer
+            assert record is not None
+            size = record.size
+            self.storage[node] = [
+                self._new(node, num_bytes(n) - num_bytes(n) // size, Kind.GRADIENTS) for n in sent
+            ]
+        elif node.target is collectives.all_reduce:
+            own = node.args[2]
+            assert isinstance(own, (list, tuple))
+            self.storage[node] = [
+                storage
+                for source, is_own in zip(sent, own, strict=True)
+                for storage in (
+                    self.storage.get(source, ())
+                    if is_own
+                    else [self._new(node, num_bytes(source), Kind.GRADIENTS)]
+                )
+            ]
+        else:
+            gathers = stamp_of(node).lane is Lane.GATHER
+            kind = Kind.GATHERED if gathers else Kind.GRADIENTS
+            value = node.meta["val"]
+            values = value if isinstance(value, (list, tuple)) else [value]
+            made = self.storage[node] = [self._new(node, tensor_bytes(v), kind) for v in values]
+            for storage, key in zip(made, stamp_of(node).params if gathers else (), strict=False):
+                storage.gathered = self.graph.specs[key].zero == 3
+
+    def _wait(self, node: fx.Node) -> None:
+        (launch, *_) = node.all_input_nodes
+        if node.target is not collectives.join_exchange:
+            self._alias(node, launch)
+            return
+        sent, _, _, own = launch.args
+        assert isinstance(sent, (list, tuple))
+        assert isinstance(own, (list, tuple))
+        # Summed up in what was received, of which one rank's rows are left.
+        for received in self.storage[launch]:
+            received.ended_by = node
+        for source, is_own in zip(sent, own, strict=True):
+            for storage in self.storage.get(source, ()) if is_own else ():
+                storage.ended_by = node
+        self.storage[node] = [
+            self._new(node, tensor_bytes(v), Kind.GRADIENTS) for v in node.meta["val"]
+        ]
+
+
+def _waits_of(launch: fx.Node) -> list[fx.Node]:
+    return [user for user in launch.users if stamp_of(user).role is Role.WAIT]
+
+
+def _writes_first(node: fx.Node) -> bool:
+    """Whether a node returns its first input, changed."""
+    schema = getattr(node.target, "_schema", None)
+    return bool(
+        schema is not None
+        and schema.is_mutable
+        and schema.returns
+        and schema.returns[0].alias_info is not None
+        and node.all_input_nodes
+    )
+
+
+def _groups(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """Runs that will be regions, and every other node alone, in order."""
+    groups: list[list[fx.Node]] = []
+    run_of = {node: run for run in map(tuple, runs(nodes)) for node in run}
+    for node in nodes:
+        run = run_of.get(node)
+        if run is None:
+            groups.append([node])
+        elif run[0] is node:
+            groups.append(list(run))
+    return groups

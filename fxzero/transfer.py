@@ -1,0 +1,76 @@
+"""What a transfer is, as data: written on its launch's stamp by the pass that makes it.
+
+    gather_h_0 = all_gather_into_tensor_coalesced([w, b], 8, "0")
+
+    Transfer(all_gather, 12.6 MB, 8 ranks, group "0", 2 tensors, f32, over "link")
+
+Whoever prices, schedules, lowers, verifies or shows a transfer reads its record, not the
+arguments of a call; `verify` sees that the call does what the record says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import torch
+
+LINK = "link"
+"""The resource that transfers between ranks share unless a group has a stream of its own."""
+
+
+class TransferKind(StrEnum):
+    """What a transfer does."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+
+
+class Pool(StrEnum):
+    """Where bytes are held."""
+
+    DEVICE = "device"
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One transfer, before and after its operators are lowered."""
+
+    kind: TransferKind
+    full_bytes: int
+    """Bytes of the full tensors that it assembles or takes apart."""
+    size: int = 1
+    """How many ranks take part."""
+    group: str = ""
+    """The name of their process group."""
+    num_tensors: int = 1
+    dtype: torch.dtype = torch.float32
+    op: str = ""
+    """How a reduction combines: ``"avg"`` or ``"sum"``."""
+    axis: str = ""
+    """The role of the mesh axis that it runs along; empty for a model's own transfers."""
+    resource: str = LINK
+    """What it occupies while it runs."""
+    source: Pool = Pool.DEVICE
+    target: Pool = Pool.DEVICE
+
+    @property
+    def combines(self) -> tuple[object, ...]:
+        """Equal for transfers that one collective can carry."""
+        return (self.kind, self.group, self.op, self.dtype, self.resource, self.source, self.target)
+
+    def joined(self, *others: Transfer) -> Transfer:
+        """One transfer of the tensors of several."""
+        every = (self, *others)
+        assert len({transfer.combines for transfer in every}) == 1
+        return replace(
+            self,
+            full_bytes=sum(transfer.full_bytes for transfer in every),
+            num_tensors=sum(transfer.num_tensors for transfer in every),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.kind} over {self.group} of {self.size}"
