@@ -83,8 +83,8 @@ def inspect_arguments(readme: str) -> list[list[str]]:
     named = re.findall(r"`(--[a-z-]+(?: [^`]+)?)`", readme)
     paths = {"FILE": os.devnull, "PASS": "bucket"}
     whole = [target[:1] + words[1:] if words[0] == "…" else words for words in found]
-    options = [shlex.split(text) for text in named]
-    return whole + [[target[0], *(paths.get(w, w) for w in words)] for words in options]
+    options = [[target[0], *shlex.split(text)] for text in named]
+    return [[paths.get(word, word) for word in words] for words in (*whole, *options)]
 
 
 def unlike(excerpt: str, output: str) -> list[str]:

@@ -1,12 +1,15 @@
 """Fixtures that all tests share.
 
-A test that needs processes takes `ranks` and a parameter called `world`; tests are run
-in the order of their worlds, so that each pool of processes is started once.
+A test that needs processes takes `ranks` and, unless it needs two of them, a parameter called
+`world`; tests are run in the order of their worlds, so that each pool of processes is started
+once. Of pytest's two workers one begins with tests of a single process, the other with those of
+several; the first to be done takes over half of what the other has left, from its end.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +24,7 @@ if not torch.cuda.is_available():
 
     del os.environ["TRITON_INTERPRET"]
 
+from tests import garbage
 from tests.parity.harness import Pools
 
 
@@ -28,12 +32,29 @@ def pytest_configure(config: pytest.Config) -> None:
     """Warnings of fxzero are errors. Not in pyproject.toml: pytest would import fxzero for it
     before this file."""
     config.addinivalue_line("filterwarnings", "error::fxzero.errors.FxZeroWarning")
+    if not hasattr(config, "workerinput"):
+        _share_what_inductor_compiles(config)
+
+
+def _share_what_inductor_compiles(config: pytest.Config) -> None:
+    """One folder for all workers and their ranks, for this run: a region is compiled once."""
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    folder = tempfile.TemporaryDirectory(prefix="fxzero-inductor-", ignore_cleanup_errors=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
+
+    def remove() -> None:
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        folder.cleanup()
+
+    config.add_cleanup(remove)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_what_dynamo_compiled() -> None:
     """A module's tests mean the same whatever ran before: a second size makes shapes dynamic."""
     torch._dynamo.reset()
+    garbage.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -45,10 +66,19 @@ def ranks() -> Iterator[Pools]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort tests by world size, those without one first; the sort is stable."""
-    items.sort(key=_world_of)
+    """Put tests of several processes where the second of two workers begins, sorted by world size.
+
+    Each worker begins with half of all tests: the other one runs tests of a single process
+    meanwhile, of which there are more. What is left of those at the end is what it takes over.
+    """
+    alone = [item for item in items if not _world_of(item)]
+    together = sorted((item for item in items if _world_of(item)), key=_world_of)
+    half = len(items) // 2
+    items[:] = [*alone[:half], *together, *alone[half:]]
 
 
 def _world_of(item: pytest.Item) -> int:
     callspec = getattr(item, "callspec", None)
-    return callspec.params.get("world", 0) if callspec is not None else 0
+    if callspec is not None and "world" in callspec.params:
+        return int(callspec.params["world"])
+    return 2 if "ranks" in getattr(item, "fixturenames", ()) else 0  # ``ranks(2)``

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -71,7 +73,7 @@ def shard_differently(difference: str) -> str:
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_models_that_differ(ranks: Pools, world: int, difference: str) -> None:
     """The first difference and the ranks are named, to all of them; equal models go on."""
-    messages = ranks(world, 30).run(shard_differently, difference)
+    messages = ranks(world).run(shard_differently, difference)
     assert len(set(messages)) == 1, messages
     assert DIFFERENCES[difference] in messages[0]
     if difference != "nothing":
@@ -79,12 +81,19 @@ def test_models_that_differ(ranks: Pools, world: int, difference: str) -> None:
         assert "Build the same model on all ranks" in messages[0]
 
 
+_ATTEMPTS = itertools.count()
+
+
 def come_late() -> list[str]:
-    """Job: rank 1 needs 3 s to build its model."""
+    """Job: rank 1 needs as long to build its model as it takes rank 0 to be told."""
     watch.start(SOON)
     said = Said()
+    store = dist.distributed_c10d._get_default_store()
+    key = f"told who is late {next(_ATTEMPTS)}"
     if dist.get_rank() == 1:
-        time.sleep(3)
+        store.wait([key], timedelta(minutes=5))
+    elif dist.get_rank() == 0:
+        said.then = lambda: store.set(key, "")
     model, _ = build("nothing")
     fxzero.shard(model, zero=3)
     return said.lines
@@ -93,7 +102,7 @@ def come_late() -> list[str]:
 @on_two_and_three
 def test_a_rank_that_comes_late(ranks: Pools, world: int) -> None:
     """It is named, and waited for."""
-    first, late, *_ = ranks(world, 30).run(with_warnings_after, "1")
+    first, late, *_ = ranks(world).run(with_warnings_after, "1")
     assert not late
     assert "fxzero.shard has waited for 1 s: rank 1 has not called it yet" in first[0]
 
@@ -108,7 +117,6 @@ def with_warnings_after(seconds: str) -> list[str]:
 def never_come() -> str:
     """Job: rank 1 shards nothing."""
     if dist.get_rank() == 1:
-        time.sleep(2)
         return ""
     patience = dist.distributed_c10d._get_default_store().timeout
     store = dist.distributed_c10d._get_default_store()
@@ -122,7 +130,7 @@ def never_come() -> str:
 @pytest.mark.parametrize("world", [2])
 def test_a_rank_that_never_comes(ranks: Pools, world: int) -> None:
     """After the store's own patience, with its name."""
-    first, _ = ranks(world, 30).run(never_come)
+    first, _ = ranks(world).run(never_come)
     assert "rank 1 has not called it yet" in first
     assert "All ranks must call fxzero.shard" in first
     ranks.close()  # the numbers of its models differ from now on

@@ -15,7 +15,6 @@ After either, the pool starts afresh, because its ranks no longer agree on what 
 from __future__ import annotations
 
 import faulthandler
-import gc
 import importlib
 import multiprocessing
 import os
@@ -35,20 +34,31 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from unittest import mock
 
+import psutil
 import torch
 import torch.distributed as dist
+
+from tests import garbage
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-START_TIMEOUT_S = 120.0
-"""For a pool to import torch and join its process group, on a busy machine."""
-JOB_TIMEOUT_S = 120.0
-"""For one job; the slowest takes a few seconds."""
+START_TIMEOUT_S = 600.0
+"""For a pool to import torch and join its process group, and for one of its collectives."""
+JOB_TIMEOUT_S = 900.0
+"""For one job. The slowest takes half a minute on a quiet machine: this is there to end hangs."""
 GRACE_S = 5.0
 """What the other ranks get to finish or fail once one rank has failed."""
+STACKS_TIMEOUT_S = 20.0
+"""For a rank to write where it is."""
 
-_PRELOAD = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.tensor"]
+_PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.tensor",
+    "fxzero",
+]
 _WORKER_ENV = {
     "OMP_NUM_THREADS": "1",
     # Inductor's own pool of compile processes would outnumber the cores.
@@ -99,9 +109,14 @@ class _Worker:
         """Where every thread of the worker is now."""
         if self.process.pid is None or not self.process.is_alive():
             return "(already gone)"
+        if psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED:
+            return "(stopped)"  # it would read no signal
         os.kill(self.process.pid, signal.SIGUSR1)
-        time.sleep(0.3)
-        return self.stacks.read_text()
+        deadline, before, now = time.monotonic() + STACKS_TIMEOUT_S, "", ""
+        while time.monotonic() < deadline and not (now and now == before):
+            time.sleep(0.3)
+            before, now = now, self.stacks.read_text()
+        return now
 
     def kill(self) -> None:
         self.process.kill()
@@ -150,9 +165,9 @@ class Pool:
         folder = Path(self._folder.name)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, self.world_size, str(folder), theirs), daemon=True
-            )
+            inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+            arguments = (rank, self.world_size, str(folder), inductor, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             with mock.patch.dict(os.environ, _WORKER_ENV):
                 process.start()
             theirs.close()
@@ -224,11 +239,13 @@ def _stacks_file(folder: Path, rank: int) -> Path:
     return folder / f"stacks-{rank}.txt"
 
 
-def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> None:
+def _serve(
+    rank: int, world_size: int, folder: str, inductor: str | None, connection: Connection
+) -> None:
     """A worker's life: join the group, say so, then answer jobs until it is killed."""
     with _stacks_file(Path(folder), rank).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-        _send(connection, _attempt(partial(_join, rank, world_size, folder)))
+        _send(connection, _attempt(partial(_join, rank, world_size, folder, inductor)))
         while True:
             try:
                 job: _Job = pickle.loads(connection.recv_bytes())
@@ -237,8 +254,11 @@ def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> N
             _send(connection, _attempt(partial(_run, job)))
 
 
-def _join(rank: int, world_size: int, folder: str) -> None:
-    os.environ.update(_WORKER_ENV, TORCHINDUCTOR_CACHE_DIR=str(Path(folder) / "inductor"))
+def _join(rank: int, world_size: int, folder: str, inductor: str | None) -> None:
+    # Of the fork server's environment, which is that of the first pool's start, nothing is used.
+    os.environ.update(
+        _WORKER_ENV, TORCHINDUCTOR_CACHE_DIR=inductor or str(Path(folder) / "inductor")
+    )
     torch.set_num_threads(1)
     import fxzero
 
@@ -247,7 +267,7 @@ def _join(rank: int, world_size: int, folder: str) -> None:
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
     timeout = timedelta(seconds=START_TIMEOUT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    gc.freeze()  # so that collecting after each job does not walk through all of torch
+    garbage.freeze()
 
 
 def _run(job: _Job) -> Any:
@@ -259,7 +279,7 @@ def _run(job: _Job) -> Any:
         return result
     finally:
         torch._dynamo.reset()
-        gc.collect()
+        garbage.freeze()
 
 
 def _attempt(action: Callable[[], Any]) -> _Answer:

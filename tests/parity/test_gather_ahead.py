@@ -159,9 +159,10 @@ def test_parameters_that_change_between_steps(ranks: Pools, change: str) -> None
     ranks(2).run(is_the_eager_run, change, None)
 
 
-def test_after_clipping(ranks: Pools) -> None:
+@pytest.mark.parametrize("world", [3])
+def test_after_clipping(ranks: Pools, world: int) -> None:
     """All updates wait for the norm: the first gathers start before the other updates."""
-    ranks(3).run(is_the_eager_run, "nothing", 0.1)
+    ranks(world).run(is_the_eager_run, "nothing", 0.1)
 
 
 def makes_another_step_meanwhile() -> None:

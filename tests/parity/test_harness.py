@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
+import fxzero
 from tests.parity import harness
 from tests.parity.harness import Pools, RanksFailedError
 
@@ -122,3 +126,25 @@ def test_unpicklable_result(ranks: Pools, world: int) -> None:
 def give_a_lambda() -> object:
     """Job."""
     return lambda: None
+
+
+@on_two_ranks
+def test_what_inductor_compiled_is_not_compiled_again(ranks: Pools, world: int) -> None:
+    """Not by another pool: all share the folder of the test run."""
+    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_dir()
+    ranks(world).run(compile_a_step)
+    ranks.close()
+    for hits, misses in ranks(world).run(compile_a_step):
+        assert hits > 0
+        assert misses == 0
+
+
+def compile_a_step() -> tuple[int, int]:
+    """Job: regions that were found on disk, and those that were compiled."""
+    counters.clear()
+    model = fxzero.shard(torch.nn.Linear(5, 7), zero=1)
+    options = {"lower_regions": {"backend": "inductor"}}
+    compiled = torch.compile(model, backend="fxzero", options=options)
+    compiled(torch.ones(3, 5)).sin().exp().sum().backward()
+    found = counters["inductor"]
+    return found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]

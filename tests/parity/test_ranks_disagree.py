@@ -108,7 +108,7 @@ def test_another_path_on_one_rank(
     ranks: Pools, world: int, zero: int, compiled: bool, kind: str
 ) -> None:
     """Both ranks stop, and each names what the two run."""
-    messages = ranks(world, 30).run(run_model, kind, zero, compiled, True)
+    messages = ranks(world).run(run_model, kind, zero, compiled, True)
     names = {
         "heads": ("heads.0", "heads.1"),
         "experts": ("experts.1", "experts.2"),
@@ -129,7 +129,7 @@ def test_another_path_on_one_rank(
 @pytest.mark.parametrize("kind", ["heads", "experts", "layers"])
 def test_the_same_path_on_all_ranks(ranks: Pools, world: int, zero: int, kind: str) -> None:
     """Nothing is said."""
-    assert ranks(world, 30).run(run_model, kind, zero, True, False) == ["", ""]
+    assert ranks(world).run(run_model, kind, zero, True, False) == ["", ""]
 
 
 def evaluate_on_one(zero: int) -> str:
@@ -151,12 +151,12 @@ def evaluate_on_one(zero: int) -> str:
 @on_two_ranks
 def test_an_evaluation_on_one_rank(ranks: Pools, world: int) -> None:
     """At stage 3 it gathers: both ranks are told. At stage 0 it is its own affair."""
-    messages = ranks(world, 30).run(evaluate_on_one, 3)
+    messages = ranks(world).run(evaluate_on_one, 3)
     for message in messages:
         assert "forward graph" in message
         assert "backward graph" in message
         assert "in the same mode, on all ranks" in message
-    assert ranks(world, 30).run(evaluate_on_one, 0) == ["", ""]
+    assert ranks(world).run(evaluate_on_one, 0) == ["", ""]
 
 
 def eager_beside_compiled(zero: int) -> str:
@@ -173,7 +173,7 @@ def eager_beside_compiled(zero: int) -> str:
 @first_and_last_stage
 def test_an_eager_call_beside_a_compiled_one(ranks: Pools, world: int, zero: int) -> None:
     """Both are told which is which."""
-    for message in ranks(world, 30).run(eager_beside_compiled, zero):
+    for message in ranks(world).run(eager_beside_compiled, zero):
         assert "graph, 1 collective" in message
         assert "rank 1: gather" in message if zero else "rank 1: reduce the gradient" in message
         assert "outside of compiled graphs" in message
@@ -198,7 +198,7 @@ def step_with_other_rows(zero: int) -> list[float]:
 @first_and_last_stage
 def test_other_rows_on_one_rank(ranks: Pools, world: int, zero: int) -> None:
     """The collectives are the same: nobody is stopped, and the ranks stay equal."""
-    first, second = ranks(world, 60).run(step_with_other_rows, zero)
+    first, second = ranks(world).run(step_with_other_rows, zero)
     assert first == second
 
 
@@ -220,7 +220,7 @@ def drop_in_a_step(zero: int) -> str:
 @first_and_last_stage
 def test_another_path_in_a_whole_step(ranks: Pools, world: int, zero: int) -> None:
     """The step is the graph that is named."""
-    for message in ranks(world, 30).run(drop_in_a_step, zero):
+    for message in ranks(world).run(drop_in_a_step, zero):
         assert "only here: layers.1" in message
         assert "graph, 1 collective" in message or "step graph" in message
 
@@ -247,7 +247,7 @@ def drop_on_the_last(zero: int) -> tuple[str, str]:
 def test_a_rank_that_shares_no_group_with_the_odd_one(ranks: Pools, world: int, zero: int) -> None:
     """It is told by those that do, instead of waiting for them."""
     with pytest.raises(RanksFailedError) as caught:
-        ranks(world, 60).run(check_all_told, zero)
+        ranks(world).run(check_all_told, zero)
     assert str(caught.value).count("AssertionError: as expected") == world, caught.value
 
 
@@ -277,8 +277,8 @@ def over_a_side_group(deviates: bool) -> str:
 @on_two_ranks
 def test_ranks_compare_over_a_side_group(ranks: Pools, world: int) -> None:
     """Made of gloo, where the group itself cannot tell."""
-    assert ranks(world, 30).run(over_a_side_group, False) == ["", ""]
-    messages = ranks(world, 30).run(over_a_side_group, True)
+    assert ranks(world).run(over_a_side_group, False) == ["", ""]
+    messages = ranks(world).run(over_a_side_group, True)
     assert all("ranks are about to run different things" in message for message in messages)
     assert "only here: layers.1" in messages[0]
     ranks.close()

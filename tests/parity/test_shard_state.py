@@ -57,7 +57,7 @@ def test_the_state_of_another_rank(
     ranks: Pools, world: int, tmp_path: Path, zero: int, what: str, weights_only: bool
 ) -> None:
     """It is refused with the calls that do it right; its own rank loads it."""
-    own, other = ranks(world, 30).run(load_rank_0s, str(tmp_path), zero, what, weights_only)
+    own, other = ranks(world).run(load_rank_0s, str(tmp_path), zero, what, weights_only)
     assert own == ""
     assert "the rank at (0,) of a mesh of (2,), and rank 1 is at (1,)" in other
     for call in ("dcp.save", "full_state_dict=True", "a file of its own"):
@@ -78,7 +78,7 @@ def send_a_state(zero: int) -> str:
 @on_two_ranks
 def test_a_state_that_is_sent(ranks: Pools, world: int) -> None:
     """To another rank: the same."""
-    own, other = ranks(world, 30).run(send_a_state, 3)
+    own, other = ranks(world).run(send_a_state, 3)
     assert own == ""
     assert "this state is a shard" in other
 
@@ -102,7 +102,7 @@ def load_own_files(zero: int) -> None:
 @sharded_stages
 def test_every_rank_a_file_of_its_own(ranks: Pools, world: int, zero: int) -> None:
     """Goes round bit by bit, moments included."""
-    ranks(world, 30).run(load_own_files, zero)
+    ranks(world).run(load_own_files, zero)
 
 
 def load_full(zero: int) -> None:
@@ -126,4 +126,4 @@ def load_full(zero: int) -> None:
 @sharded_stages
 def test_a_full_state(ranks: Pools, world: int, zero: int) -> None:
     """Each rank takes its rows, the last one fewer."""
-    ranks(world, 30).run(load_full, zero)
+    ranks(world).run(load_full, zero)

@@ -322,7 +322,7 @@ def misspell(options: dict[str, object], hint: str) -> None:
 @all_stages
 def test_printing_on_one_rank(ranks: Pools, world: int, zero: int) -> None:
     """``if rank == 0: print(model)`` must not wait for the other ranks."""
-    ranks(world, timeout_s=60).run(print_on_rank_0, zero)
+    ranks(world).run(print_on_rank_0, zero)
 
 
 def print_on_rank_0(zero: int) -> None:

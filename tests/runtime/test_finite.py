@@ -107,6 +107,6 @@ def on_one_rank() -> list[str]:
 @on_two_ranks
 def test_a_step_that_was_not_finite_on_one_rank(ranks: Pools, world: int) -> None:
     """All ranks say so, for all have updated by it."""
-    for lines in ranks(world, 60).run(on_one_rank):
+    for lines in ranks(world).run(on_one_rank):
         assert len(lines) == 1
         assert "not finite in root" in lines[0]

@@ -66,11 +66,14 @@ class Said(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
+        self.then: Callable[[], object] = lambda: None
+        """Called after each line."""
         logging.getLogger("fxzero").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the line."""
         self.lines.append(record.getMessage())
+        self.then()
 
 
 def die(compiled: bool) -> None:
@@ -92,7 +95,7 @@ def die(compiled: bool) -> None:
 def test_a_rank_that_dies(ranks: Pools, world: int, compiled: bool) -> None:
     """Every living rank names it, the run, the bucket and its own line."""
     with pytest.raises(RanksFailedError) as caught:
-        ranks(world, 60).run(die, compiled)
+        ranks(world).run(die, compiled)
     assert str(caught.value).count("AssertionError: as expected") >= world - 1, caught.value
 
 
@@ -122,7 +125,7 @@ def wait_holding_a_sentinel() -> None:
 
 def test_a_wait_that_is_looked_at_keeps_nothing_alive(ranks: Pools) -> None:
     """A frame that the judge held kept a step's activations: 55 MB of a benchmark's 320."""
-    ranks(2, 60).run(wait_holding_a_sentinel)
+    ranks(2).run(wait_holding_a_sentinel)
 
 
 def suspend() -> None:
@@ -134,7 +137,7 @@ def suspend() -> None:
     assert found[0] == "RankLostError", found
     assert "rank 1 has stopped" in found[1], found
     assert HERE in found[1], found
-    assert found[2] < 10, found
+    assert found[2] < 40, found
     raise AssertionError(f"as expected: {found}")
 
 
@@ -142,7 +145,7 @@ def suspend() -> None:
 def test_a_rank_that_is_stopped(ranks: Pools, world: int) -> None:
     """Every living rank says so."""
     with pytest.raises(RanksFailedError) as caught:
-        ranks(world, 60).run(suspend)
+        ranks(world).run(suspend)
     assert str(caught.value).count("AssertionError: as expected") >= world - 1, caught.value
 
 
@@ -169,7 +172,7 @@ def wait_elsewhere(what: str) -> tuple[tuple[str, str, float], list[str]]:
 
 
 def check_elsewhere(what: str) -> None:
-    """Job: all ranks are told within a few seconds."""
+    """Job: all ranks are told, and not by the transport after its own patience."""
     (kind, message, took), lines = wait_elsewhere(what)
     told = "\n".join([message, *lines])
     assert kind in ("RanksDisagreeError", "RuntimeError"), (kind, message, lines)
@@ -178,7 +181,7 @@ def check_elsewhere(what: str) -> None:
         assert f"rank {rank}: waits in " in told
     assert HERE in told
     assert "evaluate" in told
-    assert took < 10
+    assert took < 40
     raise AssertionError(f"as expected: {kind}")
 
 
@@ -187,7 +190,7 @@ def check_elsewhere(what: str) -> None:
 def test_ranks_that_wait_in_different_places(ranks: Pools, world: int, what: str) -> None:
     """Nobody hangs, and each rank's place is named on all of them."""
     with pytest.raises(RanksFailedError) as caught:
-        ranks(world, 60).run(check_elsewhere, what)
+        ranks(world).run(check_elsewhere, what)
     assert str(caught.value).count("AssertionError: as expected") == world, caught.value
 
 
@@ -209,7 +212,7 @@ def be_late(how: str) -> list[str]:
 @pytest.mark.parametrize("how", ["asleep", "holding the lock"])
 def test_a_rank_that_is_only_late(ranks: Pools, world: int, how: str) -> None:
     """It is waited for, and whoever waits says for whom; where, if it can tell."""
-    waiting, late = ranks(world, 90).run(be_late, how)
+    waiting, late = ranks(world).run(be_late, how)
     assert not late
     assert any("rank 0 has waited for" in line and "gather.forward.0" in line for line in waiting)
     if how == "asleep":
