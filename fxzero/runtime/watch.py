@@ -318,9 +318,12 @@ class Watch:
             s.ended for s, _ in self.seen.copy().values()
         ):
             time.sleep(self.limits.sample / 4)
+        # Gloo closes all of a group's connections when a receive times out; one from a rank that
+        # has died fails at once and closes none. So each peer is asked, until one is there.
         for group in gloo_groups():
-            peer = (group.rank() + 1) % group.size()
-            if group.size() > 1:
+            for peer in range(group.size()):
+                if peer == group.rank():
+                    continue
                 with contextlib.suppress(RuntimeError):
                     nothing = torch.empty(1, dtype=torch.uint8)
                     group.recv([nothing], peer, _PROBE_TAG + 1).wait(timedelta(milliseconds=1))

@@ -99,6 +99,31 @@ def test_a_rank_that_dies(ranks: Pools, world: int, compiled: bool) -> None:
     assert str(caught.value).count("AssertionError: as expected") >= world - 1, caught.value
 
 
+def wait_for_one_that_gave_up() -> None:
+    """Job: rank 1 dies, rank 2 gives up, and rank 0 waits for rank 2."""
+    stepping()
+    dist.barrier()
+    found = ("", "", 0.0)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif dist.get_rank() == 2:
+        running = watch.current()
+        assert running is not None
+        running.fail("it gave up")
+        time.sleep(30)  # in life, and with open connections
+    else:
+        found = raised(lambda: dist.recv(torch.empty(1), 2))
+    assert found[2] < 20, found
+    raise AssertionError(f"as expected: {found}")
+
+
+def test_a_wait_is_ended_though_the_next_rank_has_died(ranks: Pools) -> None:
+    """Receiving from a dead rank closes no connection: the wait was ended by ending the process."""
+    with pytest.raises(RanksFailedError) as caught:
+        ranks(3).run(wait_for_one_that_gave_up)
+    assert str(caught.value).count("AssertionError: as expected: ('R") == 1, caught.value
+
+
 def wait_holding_a_sentinel() -> None:
     """Job: rank 1 is a little late; what rank 0's callers hold meanwhile must go when they do."""
     step = stepping()
