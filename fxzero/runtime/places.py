@@ -21,6 +21,7 @@ _LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (torch, fxzer
 _PYTHON = f"{Path(linecache.__file__).parent}/"
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(\w+)_at_\d+")
 _OURS = ("fxzero/runtime/collectives.py", "fxzero/runtime/agree.py")
+_ANNOUNCING = "fxzero/runtime/agree.py"
 _EAGER = ("fxzero/ops.py",)
 _C10D = ("torch/distributed/distributed_c10d.py",)
 _FUNCTIONAL = ("torch/distributed/_functional_collectives.py",)
@@ -113,18 +114,21 @@ def place_of(frame: FrameType | None, run: str, transfers: Mapping[str, str]) ->
 
 
 def transfer_of(frames: Iterable[FrameType], transfers: Mapping[str, str]) -> str:
-    """The transfer that a scheduled graph's generated code is waiting for.
+    """The transfer that a scheduled graph's generated code is waiting for, or that none began.
 
     Args:
         transfers: by the name that a launch has in the code, the name of its bucket.
     """
+    found = ""
     for frame in frames:
         if frame.f_code.co_filename.startswith("<eval_with_key>"):
             code = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)
             code = code.partition(";")[0].partition("#")[0].strip()
             names = (transfers.get(word) for word in _WORD.findall(code))
             return next((name for name in names if name), code)
-    return ""
+        if frame.f_code.co_filename.endswith(_ANNOUNCING):
+            found = "before its first bucket"
+    return found
 
 
 def _any(files: list[str], wanted: tuple[str, ...]) -> bool:

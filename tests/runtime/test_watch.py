@@ -85,7 +85,9 @@ def die(compiled: bool) -> None:
     assert found[0] == "RankLostError", found
     assert "rank 1 has died" in found[1], found
     assert HERE in found[1]
-    assert ("gather.forward.0" if compiled else "gather 0/0.weight") in found[1], found
+    where = "gather.forward.0" if compiled else "gather 0/0.weight"
+    # A closed connection is noticed as soon as the run is announced, if the news is there by then.
+    assert where in found[1] or "(before its first bucket)" in found[1], found
     assert "run " in found[1]
     raise AssertionError(f"as expected: {found}")  # the pool is of no more use
 
