@@ -257,6 +257,7 @@ def fxzero(
         for observe in observers:
             observe(compilation)
         refuse_backward(module)
+        _compat.collect_only_new_objects_in_dynamo()
         with _compat.collecting_only_new_objects():
             copies = refuse_writes(module, example_inputs)
             use_markers(module, example_inputs)

@@ -19,7 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fxzero import materialize
-from fxzero._compat import is_fake, let_anomaly_mode_read_dtensors, return_free_memory
+from fxzero._compat import (
+    collect_only_new_objects_in_dynamo,
+    is_fake,
+    let_anomaly_mode_read_dtensors,
+    return_free_memory,
+)
 from fxzero.before_step import watch_optimizers
 from fxzero.buffers import BufferSync
 from fxzero.errors import FxZeroWarning, ShardingError
@@ -99,6 +104,7 @@ def shard(
             initialised. The model is then untouched.
     """
     let_anomaly_mode_read_dtensors()
+    collect_only_new_objects_in_dynamo()
     ignored_ids = {id(parameter) for parameter in ignored}
     _check(model, zero, param_dtype, reduce_dtype, ignored_ids, mesh)
     mesh = resolve_mesh(mesh, _device_type(model, mesh))
