@@ -384,6 +384,12 @@ def input_source_name(node: fx.Node) -> str:
     return name() if callable(name) else name
 
 
+def copy_input_source(node: fx.Node, copy: fx.Node) -> None:
+    """Let a copy of a graph input come from where Dynamo took the input."""
+    if hasattr(node, "_dynamo_source"):
+        setattr(copy, "_dynamo_source", getattr(node, "_dynamo_source"))  # noqa: B009, B010
+
+
 def input_index(node: fx.Node) -> int | None:
     """Which input of Dynamo's graph a joint graph's placeholder is, or is a part of."""
     desc = node.meta.get("desc")
@@ -738,6 +744,11 @@ def is_plain_fake(value: Any) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return type(value) is FakeTensor and value.layout is torch.strided
+
+
+def log_usage() -> Callable[..., Any]:
+    """What tells torch's own statistics that a part of its interface is used; no value."""
+    return torch._C._log_api_usage_once
 
 
 def has_symbolic_shape(value: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ from fxzero.buffers import sync_buffers
 from fxzero.compiler.plan import Plan
 from fxzero.config import Config
 from fxzero.errors import CaptureError, ConfigError, FxZeroError, FxZeroWarning
-from fxzero.fold_layers import Folds, fold_layers, unfold
+from fxzero.fold_layers import Folds, trace_folded, unfold
 from fxzero.full_parameter import returned_copy
 from fxzero.gradients import reduce_what_arrives
 from fxzero.graph import StepGraph
@@ -269,9 +269,10 @@ def fxzero(
             if any(isinstance(value, DTensor) for value in example_inputs):
                 _compat.let_anomaly_mode_read_dtensors()
             decompositions = context.decompositions
-            compilation.folds = fold_layers(module, decompositions)
-            with compilation.folds:
-                compiled = _compat.aot_compile(
+
+            def trace(folds: Folds) -> Callable[..., Any]:
+                compilation.folds = folds
+                return _compat.aot_compile(
                     module,
                     inputs,
                     forward=compilation.lower,
@@ -280,6 +281,8 @@ def fxzero(
                     partition=compilation.partition,
                     decompositions=decompositions,
                 )
+
+            compiled = trace_folded(module, decompositions, trace)
             states = {id(s.state): s.state for s in compilation.specs.values()}
             call = as_dtensors(with_parameters(compiled, local), distributed)
             call = with_copies(call, copies)

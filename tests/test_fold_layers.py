@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 import fxzero
 from examples.models import GPT, GPTConfig
-from fxzero import backend, fold_layers
+from fxzero import fold_layers
 from fxzero.backend import Compilation
 from fxzero.fold_layers import Folds, Layer
 from fxzero.graph import StepGraph
@@ -237,17 +237,144 @@ def test_layers_with_other_effects_are_traced_as_they_stand(
     """AOTAutograd tells of layers that write their input or return it."""
     with traced_layers(monkeypatch) as traced:
         equals_eager(lambda: Stack(layer))
-    assert traced in ([], [None])
+    assert set(traced) <= {None}
 
 
-@pytest.mark.parametrize("build", [Pairs, lambda: Stack(depth=1)])
-def test_what_is_not_folded(
+def test_one_layer_is_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be traced as often."""
+    with traced_layers(monkeypatch) as traced:
+        equals_eager(lambda: Stack(depth=1))
+    assert traced == []
+
+
+class EndsInView(Residual):
+    """A layer whose last operation moves nothing, as those of OPT."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C) → (B, C)."""
+        return super().forward(x.reshape(-1, 2, WIDTH // 2).reshape(-1, WIDTH)).view(x.shape)
+
+
+class LogsUsage(Residual):
+    """A layer in whose middle torch counts who calls it, as in attention masks of transformers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C) → (B, C)."""
+        y = self.norm(x)
+        torch._C._log_api_usage_once("fxzero.test")
+        return x + self.linear(y).tanh()
+
+
+class ShiftsLabels(Stack):
+    """Writes to a tensor by its index in front of the layers, as T5 does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C) → (B, C)."""
+        shifted = x.new_zeros(x.shape)
+        shifted[1:] = x[:-1].clone()
+        return super().forward(shifted)
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: Stack(EndsInView), lambda: Stack(LogsUsage), ShiftsLabels, Pairs]
+)
+def test_what_transformers_write_is_folded(
     build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers with two outputs, a layer of which there is one."""
+    """Each of these kept every layer of an architecture from being folded."""
     with traced_layers(monkeypatch) as traced:
         equals_eager(build)
-    assert traced == []
+    assert len(traced) == 1
+    assert traced[0] is not None
+
+
+class Slides(nn.Module):
+    """A layer that hands out the end of what it keeps, and a number of its own, as Mistral's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Residual()
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Two of (B, C) → two of (B, C)."""
+        x, y = pair
+        y = torch.cat([x, y])
+        count = torch.tensor(2, dtype=torch.int64).to(x.device)
+        return self.layer(x) * count, y.sin()[x.shape[0] :, :]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_view_that_is_handed_out_stays_outside(
+    trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what needs no gradient may be of any dtype."""
+
+    def build() -> nn.Module:
+        model = Pairs()
+        model.layers = nn.ModuleList(Slides() for _ in range(4))
+        return model.requires_grad_(trains)
+
+    with traced_layers(monkeypatch) as traced:
+        equals_eager(build)
+    assert len(traced) == 1
+    assert traced[0] is not None
+
+
+class OneDetached(Pairs):
+    """Of each layer's outputs the second one ends in nothing that trains, but for the last's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C) → (B, C)."""
+        pair = (x, x.cos())
+        for layer in self.layers:
+            first, second = layer(pair)
+            pair = first, second.detach().cos()
+        return pair[0] + pair[1]
+
+
+class Cached(Stack):
+    """Layers that also hand out what they keep, as transformers' caches of keys do."""
+
+    def __init__(self) -> None:
+        super().__init__(TwoOutputs)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """(B, C) → (B, C), and one more a layer."""
+        kept = []
+        for layer in self.layers:
+            x, keys = layer((x, x.cos()))
+            kept.append(keys)
+        return x, kept
+
+
+def test_a_gradient_that_does_not_exist_is_not_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros times an infinite derivative would be NaN: such layers are traced as they stand."""
+    with traced_layers(monkeypatch) as traced:
+        equals_eager(OneDetached)
+    assert len(traced) == 1
+    assert traced[0] is not None
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_layers_that_hand_out_a_cache(read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients are those of eager mode, whether the loss reads it or not."""
+    torch.manual_seed(0)
+    model = Cached().double()
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+
+    def loss(call: Callable[[Tensor], Any]) -> Tensor:
+        y, kept = call(x)
+        total: Tensor = y.square().sum()
+        return total + sum(k.sin().sum() for k in kept) if read else total
+
+    loss(model).backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    with traced_layers(monkeypatch) as traced:
+        loss(torch.compile(model, backend="fxzero")).backward()
+    assert len(traced) == 1
+    assert traced[0] is not None
+    assert_close([p.grad for p in model.parameters()], expected, rtol=1e-12, atol=1e-12)
 
 
 def test_layers_of_different_widths_are_different() -> None:
@@ -311,7 +438,7 @@ def stamped_nodes(*, fold: bool, zero: int, monkeypatch: pytest.MonkeyPatch) -> 
     torch._dynamo.reset()  # called twice in a test
     with monkeypatch.context() as patch, fake_ranks(8), observed(take):
         if not fold:
-            patch.setattr(backend, "fold_layers", lambda *_: Folds())
+            patch.setattr(fold_layers, "fold_layers", lambda *_: Folds())
         model = GPT(GPTConfig(num_layers=3, dropout=0.1))
         if zero:
             model = fxzero.shard(model, zero=zero)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import pytest
@@ -60,7 +61,7 @@ def test_the_collector_comes_as_often_as_before_afterwards(
     try:
         for outside, inside in ((700, 10_000), (0, 0), (20_000, 20_000)):
             gc.set_threshold(outside, 9, 8)
-            with pytest.raises(KeyError), _compat.collecting_only_new_objects():
+            with contextlib.suppress(KeyError), _compat.collecting_only_new_objects():
                 assert gc.get_threshold() == (inside, 9, 8)
                 raise KeyError
             assert gc.get_threshold() == (outside, 9, 8)

@@ -19,7 +19,7 @@ from fxzero import _compat
 from fxzero.backend import Compilation, decompositions_of
 from fxzero.config import Config
 from fxzero.errors import CaptureError
-from fxzero.fold_layers import fold_layers
+from fxzero.fold_layers import Folds, trace_folded
 from fxzero.graph import StepGraph
 from fxzero.graph.writes import refuse_writes
 from fxzero.mark_inputs import use_markers
@@ -80,10 +80,12 @@ def compile_graph(
         refuse_writes(module, example_inputs)
         use_markers(module, example_inputs)
         inputs, _ = take_local_tensors(module, example_inputs)
-        compilation.folds = fold_layers(module, decompositions)
-        with compilation.folds:
-            joint, num_forward_outputs = _compat.capture_joint(module, inputs, decompositions)
-            graph = compilation.read(joint, num_forward_outputs)
+
+        def trace(folds: Folds) -> StepGraph:
+            compilation.folds = folds
+            return compilation.read(*_compat.capture_joint(module, inputs, decompositions))
+
+        graph = trace_folded(module, decompositions, trace)
         find_loss(graph)
         drop_unwanted(graph, layout)
         refuse_sparse(graph)
