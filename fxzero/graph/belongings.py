@@ -249,6 +249,8 @@ def _key_of(source: fx.Node) -> str:
 def early_launches(graph: StepGraph) -> Iterator[Finding]:
     """The next step's gathers that start before the parameters are what they will be."""
     updated_later: dict[str, fx.Node] = {}
+    if next(graph.nodes(role=Role.AHEAD), None) is None:
+        return
     for node in reversed(list(graph.nodes())):
         stamp = stamp_of(node)
         if stamp.role is Role.UPDATE:

@@ -22,13 +22,13 @@ A failure shows the node, ten nodes either side, the user's source line and what
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import fx
 
 from fxzero.errors import VerificationError
-from fxzero.graph.aliases import view_base
+from fxzero.graph.aliases import is_view, root
 from fxzero.graph.belongings import (
     Finding,
     early_launches,
@@ -127,7 +127,7 @@ def check_order(graph: StepGraph, after: str) -> None:
 def check_randomness(graph: StepGraph, after: str) -> None:
     """No random node is a repetition of another one."""
     for node in graph.graph.nodes:
-        if is_random(node) and stamp_of(node).again:
+        if stamp_of(node).again and is_random(node):
             _fail(
                 graph,
                 node,
@@ -199,37 +199,53 @@ def _only_read_by(graph: StepGraph, after: str, node: fx.Node, waits: list[fx.No
 
 def check_releases(graph: StepGraph, after: str) -> None:
     """Nothing looks at memory after its release, through views or directly."""
-
-    def released(node: fx.Node) -> Iterable[fx.Node]:
-        return node.all_input_nodes if node.target in _RELEASES else ()
-
+    ends = [
+        (node, node.all_input_nodes)
+        for target in _RELEASES
+        for node in graph.graph.find_nodes(op="call_function", target=target)
+    ]
     _nothing_reads_after(
-        graph, after, released, "released its memory", "Move the release behind the last reader."
+        graph, after, ends, "released its memory", "Move the release behind the last reader."
     )
 
 
 def _nothing_reads_after(
     graph: StepGraph,
     after: str,
-    ended_by: Callable[[fx.Node], Iterable[fx.Node]],
+    ends: Iterable[tuple[fx.Node, Iterable[fx.Node]]],
     what: str,
     advice: str,
 ) -> None:
-    """See that memory is not read once a node has ended what it held."""
-    owner: dict[fx.Node, fx.Node] = {}
-    ended: dict[fx.Node, fx.Node] = {}
-    for node in graph.graph.nodes:
-        base = view_base(node)
-        owner[node] = owner[base] if base is not None else node
-        # The next step's gathers read what this one has updated.
-        is_ahead = node.op == "call_function" and stamp_of(node).role is Role.AHEAD
-        for source in () if is_ahead else node.all_input_nodes:
-            end = ended.get(owner[source])
-            if end is not None:
-                rule = f"{node.name} reads {source.name} after {end.name} {what}"
-                _fail(graph, node, after, rule, advice)
-        for source in ended_by(node):
-            ended[owner[source]] = node
+    """See that memory is not read once a node has ended what it held.
+
+    Args:
+        ends: such nodes, and values in the memory that each of them ends.
+    """
+    for end, values in ends:
+        for value in values:
+            owner = root(value)
+            for alias in _aliases(owner):
+                late = [user for user in alias.users if end < user and not _is_ahead(user)]
+                if late:
+                    rule = f"{min(late).name} reads {alias.name} after {end.name} {what}"
+                    _fail(graph, min(late), after, rule, advice)
+
+
+def _aliases(owner: fx.Node) -> list[fx.Node]:
+    """A node that owns its memory, and everything that looks at it."""
+    found = [owner]
+    for node in found:
+        found += [
+            user
+            for user in node.users
+            if is_view(user) and user not in found and root(user) is owner
+        ]
+    return found
+
+
+def _is_ahead(node: fx.Node) -> bool:
+    """Whether a node starts a gather for the next step, which reads what this one has updated."""
+    return node.op == "call_function" and stamp_of(node).role is Role.AHEAD
 
 
 def check_reductions(graph: StepGraph, after: str) -> None:
@@ -275,26 +291,30 @@ def check_updates(graph: StepGraph, after: str, *, lowered: bool = False) -> Non
     Args:
         lowered: transfers are the backend's own, which do not say how they reduce.
     """
-
-    def changed(node: fx.Node) -> Iterable[fx.Node]:
-        if node.op != "call_function" or stamp_of(node).role is not Role.UPDATE:
-            return ()
-        targets = node.args[0]
-        assert isinstance(targets, (list, tuple))
-        return [target for target in targets if isinstance(target, fx.Node)]
-
+    updates = list(graph.nodes(role=Role.UPDATE))
     _nothing_reads_after(
-        graph, after, changed, "has changed it", "Move the update behind the last reader."
+        graph,
+        after,
+        [(node, _changed_by(node)) for node in updates],
+        "has changed it",
+        "Move the update behind the last reader.",
     )
     _none_of(graph, after, wrong_updates(graph))
     _none_of(graph, after, early_launches(graph))
     steps = micro_steps(graph)
-    for node in () if lowered else graph.nodes(role=Role.UPDATE):
+    for node in () if lowered else updates:
         gradients = node.args[1]
         assert isinstance(gradients, (list, tuple))
         for key, gradient in zip(stamp_of(node).params, gradients, strict=False):
             assert isinstance(gradient, fx.Node)
             _check_reduced(graph, gradient, key, steps, after)
+
+
+def _changed_by(update: fx.Node) -> list[fx.Node]:
+    """What an update writes to."""
+    targets = update.args[0]
+    assert isinstance(targets, (list, tuple))
+    return [target for target in targets if isinstance(target, fx.Node)]
 
 
 def _reductions(node: fx.Node) -> list[str] | None:
