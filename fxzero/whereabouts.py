@@ -17,12 +17,20 @@ from torch import nn
 from fxzero._compat import module_call
 
 _CALL = module_call().__code__
-_verdicts: dict[CodeType, bool | None] = {_CALL: True}
-"""Per code object: inside, outside, or None where it does not tell."""
+_verdicts: dict[str, bool | None] = {}
+"""By file: inside, outside, or None where it does not tell. Not by code: some that Dynamo makes
+has no hash."""
 
 
 def _verdict(code: CodeType) -> bool | None:
-    file = code.co_filename.replace("\\", "/")
+    if code is _CALL:
+        return True
+    if code.co_filename not in _verdicts:
+        _verdicts[code.co_filename] = _of_file(code.co_filename.replace("\\", "/"))
+    return _verdicts[code.co_filename]
+
+
+def _of_file(file: str) -> bool | None:
     if file.endswith("torch/utils/checkpoint.py"):
         return True
     if "torch/optim/" in file:
@@ -42,10 +50,7 @@ def in_forward() -> bool:
         return True
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        if code not in _verdicts:
-            _verdicts[code] = _verdict(code)
-        verdict = _verdicts[code]
+        verdict = _verdict(frame.f_code)
         if verdict is not None:
             return verdict
         frame = frame.f_back
