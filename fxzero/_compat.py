@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
 from torch import fx
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fxzero.errors import CaptureError
 
@@ -271,6 +272,30 @@ def layout_of(tensor: DTensor) -> Any:
 def dtensor_of(local: torch.Tensor, layout: Any) -> DTensor:
     """A DTensor of a layout, around a local tensor."""
     return DTensor(local.detach(), layout, requires_grad=False)
+
+
+class _KeptLayout(DTensorSpec):
+    """A parameter's layout: one object for life, so that to compare it mostly is to look at it.
+
+    Dynamo's guards compare each parameter's layout with a deep copy of the one that it had, in
+    every call: 5 ms at a thousand parameters.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _KeptLayout:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = object.__new__(DTensorSpec)
+        vars(plain).update(vars(self))
+        return plain.__reduce_ex__(protocol)
+
+    def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
+        return other is self or super()._check_equals(other, skip_shapes)
+
+
+def keep_layout(tensor: DTensor) -> None:
+    """Say that a DTensor's layout is replaced, if ever, and never changed in place."""
+    tensor._spec.__class__ = _KeptLayout
 
 
 def makes_parameter(depth: int) -> bool:

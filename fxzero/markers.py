@@ -132,13 +132,20 @@ def _reader(name: str) -> property:
 
     def read(self: nn.Module) -> Any:
         parameter = self._parameters.get(name, _ABSENT)
+        # Dynamo traces this for every parameter: no call that is not needed. KEYS and STATE.
+        if torch.compiler.is_dynamo_compiling():
+            if isinstance(parameter, DTensor):
+                return torch.ops.fxzero.unshard(
+                    parameter.to_local(), self._fxzero_keys[name], self._fxzero_state.sync
+                )
+            if isinstance(parameter, nn.Parameter):
+                return torch.ops.fxzero.unshard(
+                    parameter, self._fxzero_keys[name], self._fxzero_state.sync
+                )
+            if parameter is not _ABSENT:  # None, or what functional_call was given
+                return parameter
         if parameter is _ABSENT:
             raise _absent(self, name)
-        if torch.compiler.is_dynamo_compiling():
-            if not isinstance(parameter, nn.Parameter):  # None, or what functional_call was given
-                return parameter
-            keys: dict[str, str] = getattr(self, KEYS)
-            return _unshard(parameter, keys[name], getattr(self, STATE).sync)
         key = getattr(parameter, KEY, None)
         if key is None or in_compiler() or not in_forward():
             return parameter

@@ -26,6 +26,7 @@ from fxzero._compat import (
     layout_of,
     local_fake,
     local_tensor,
+    without_torch_function,
 )
 
 
@@ -66,11 +67,10 @@ def with_parameters(compiled: Callable[..., Any], positions: tuple[int, ...]) ->
 
     def call(*inputs: Any) -> Any:
         values = list(inputs)
-        trainable = []
-        for position in positions:
-            if values[position].requires_grad and torch.is_grad_enabled():
-                trainable.append(position)
-            else:
+        with without_torch_function():
+            records = torch.is_grad_enabled()
+            trainable = [p for p in positions if records and values[p].requires_grad]
+            for position in set(positions).difference(trainable):
                 values[position] = local_tensor(values[position]).detach()
         if trainable:
             local = _LocalTensors.apply(*(values[p] for p in trainable))

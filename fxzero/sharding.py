@@ -22,6 +22,7 @@ from fxzero import materialize
 from fxzero._compat import (
     collect_only_new_objects_in_dynamo,
     is_fake,
+    keep_layout,
     let_anomaly_mode_read_dtensors,
     return_free_memory,
 )
@@ -433,6 +434,7 @@ def _split(
     )
     parameter = nn.Parameter(distributed, requires_grad=full.requires_grad)
     parameter.__class__ = ShardedParameter  # type: ignore[assignment]
+    keep_layout(parameter)  # type: ignore[arg-type]
     vars(parameter).update(vars(full))  # what people note on parameters: _no_weight_decay, say
     return parameter
 

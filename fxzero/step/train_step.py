@@ -305,17 +305,19 @@ class TrainStep:
                 "compile_step was called with gradients kept back by fxzero.no_sync. Pass "
                 "micro_batches=k instead: the step then reduces as seldom as its stage allows."
             )
-        for name, parameter in self._parameters.items():
-            if hooks_of_users(_compat.gradient_hooks(parameter)):
-                raise ConfigError(
-                    f"{name} has a gradient hook, which a compiled step would not run. Remove it, "
-                    "or use the ordinary loop with torch.compile(model, backend='fxzero')."
-                )
-            if parameter.grad is not None:
-                raise ConfigError(
-                    f"{name} has a .grad from an ordinary backward, which a compiled step would "
-                    "neither use nor clear. Call optimizer.zero_grad() before it."
-                )
+        with _compat.without_torch_function():  # a hundred layers have a thousand parameters
+            hooked = [n for n, p in self._parameters.items() if _has_hooks_of_users(p)]
+            behind = [n for n, p in self._parameters.items() if p.grad is not None]
+        if hooked:
+            raise ConfigError(
+                f"{hooked[0]} has a gradient hook, which a compiled step would not run. Remove it, "
+                "or use the ordinary loop with torch.compile(model, backend='fxzero')."
+            )
+        if behind:
+            raise ConfigError(
+                f"{behind[0]} has a .grad from an ordinary backward, which a compiled step would "
+                "neither use nor clear. Call optimizer.zero_grad() before it."
+            )
         for value in pytree.tree_leaves((tuple(batch), dict(kwargs))):
             if isinstance(value, Tensor) and value.requires_grad:
                 raise BatchError(
@@ -350,8 +352,10 @@ class TrainStep:
 
     def _structure_now(self) -> Any:
         """What a graph is made for, beside what Dynamo guards."""
+        with _compat.without_torch_function():
+            trained = tuple([p.requires_grad for p in self._parameters.values()])
         return (
-            tuple(p.requires_grad for p in self._parameters.values()),
+            trained,
             tuple(_structure_of(group) for group in self.optimizer.param_groups),
             _compat.has_step_hooks(self.optimizer),
             _compat.num_module_hooks(self._modules),
@@ -474,6 +478,12 @@ def _specs_by_identity(
                 ParamSpec.whole(parameter, name, f"{state.number}/{name}", state)
             )
     return by_identity
+
+
+def _has_hooks_of_users(parameter: Tensor) -> bool:
+    """Whether somebody but us wants to see a parameter's gradient when it comes."""
+    hooks = _compat.gradient_hooks(parameter)
+    return bool(hooks) and bool(hooks_of_users(hooks))
 
 
 def _structure_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
