@@ -1,10 +1,11 @@
 """Seconds until a deep model's first gradients: fxzero next to plain torch.compile.
 
     python examples/benchmarks/compile_time.py --depths 12,48,96 --json compile_time.json
+    python examples/benchmarks/compile_time.py --doors fxzero,fxzero-step --depths 12,96 --json FILE
 
-Each figure is the first forward and backward of fresh processes, with an empty compile cache
-(cold) and with what such a run has left there (warm). Equal layers are one compilation for fxzero,
-so depth should cost it little.
+Each figure is the first forward and backward of fresh processes (of a compiled step: that step),
+with an empty compile cache (cold) and with what such a run has left there (warm). Equal layers are
+one compilation for fxzero, so depth should cost it little.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def parse_depths(text: str) -> list[int]:
 def render(rows: Sequence[dict[str, Any]], reference: str) -> str:
     """Show the rows as a table, with ratios to the reference at the same depth."""
     base = {row["layers"]: row for row in rows if row["name"] == reference}
-    header = ["contender", "zero", "layers", "cold s", "min", "max", "time ratio"]
-    header += ["warm s", "warm ratio", "peak MB"]
+    header = ["contender", "zero", "layers", "cold s", "min", "max", "time ratio", "cpu s"]
+    header += ["warm s", "warm ratio", "warm cpu s", "peak MB"]
     lines = [
         [
             row["name"],
@@ -47,8 +48,10 @@ def render(rows: Sequence[dict[str, Any]], reference: str) -> str:
             f"{row['min_s']:.1f}",
             f"{row['max_s']:.1f}",
             f"{row['first_backward_s'] / base[row['layers']]['first_backward_s']:.3f}",
+            f"{row['cpu_s']:.1f}",
             f"{row['warm_s']:.1f}",
             f"{row['warm_s'] / base[row['layers']]['warm_s']:.3f}",
+            f"{row['warm_cpu_s']:.1f}",
             f"{row['peak_with_compile_bytes'] / 1e6:.1f}",
         ]
         for row in rows
@@ -104,7 +107,10 @@ def main(
         "fxzero_options": job.fxzero_options,
         "repeat": repeat,
         "memory": f"above the imports, largest rank; {cold[0][0][0]['memory_method']}",
-        "first_backward_s": "first forward and backward, slowest rank, imports not counted",
+        "first_backward_s": "first forward and backward (fxzero-step: the first step), slowest "
+        "rank, imports not counted",
+        "cpu_s": "CPU seconds of the slowest rank's own process meanwhile, empty caches; "
+        "warm_cpu_s with full ones",
         "compile_cache": "empty at the start of each run; for warm_s, left by such a run",
     }
     write_json(json_path, facts, rows)

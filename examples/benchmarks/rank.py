@@ -11,6 +11,7 @@ import faulthandler
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +108,23 @@ def traffic(model: nn.Module, job: Job) -> dict[str, Any]:
 
 
 def measure_first_backward(job: Job, meter: PeakMeter) -> dict[str, Any]:
-    """Time the first forward and backward, which compile."""
+    """Time the first forward and backward, which compile; of a compiled step the first step."""
     baseline_bytes = start(meter)
-    model = build(job).model
+    training = build(job)
     batch = job.workload.sample(0, RANK)
+
+    def first() -> None:
+        if job.contender == "fxzero-step":
+            training.step(*batch)
+        else:
+            training.model(*batch).backward()
+
     meet()
-    _, first_s = timed_s(job.workload.device, lambda: model(*batch).backward())
+    cpu_s = time.process_time()
+    _, first_s = timed_s(job.workload.device, first)
     return {
         "first_backward_s": first_s,
+        "cpu_s": time.process_time() - cpu_s,
         "peak_with_compile_bytes": meter.peak_bytes() - baseline_bytes,
     }
 

@@ -70,6 +70,8 @@ def compile_row(
         "num_parameters": job.workload.num_parameters(),
         "first_backward_s": median(first_s),
         "warm_s": median(warm_s),
+        "cpu_s": median(max(rank["cpu_s"] for rank in ranks) for ranks in repeats),
+        "warm_cpu_s": median(max(rank["cpu_s"] for rank in ranks) for ranks in warm),
         "min_s": min(first_s),
         "max_s": max(first_s),
         "peak_with_compile_bytes": median(peaks_bytes),

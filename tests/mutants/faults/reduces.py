@@ -108,6 +108,6 @@ FAULTS = (
         "fxzero/gradients.py",
         "return None if seen == now or gradient.numel() == 0 else _synchronised(gradient, key)",
         "return None",
-        "tests/parity/test_habits.py::test_habit[ThroughTheDict-2]",
+        "tests/parity/test_habits.py::test_habit[InATuple-2]",
     ),
 )
