@@ -35,12 +35,19 @@ from fxzero.errors import ShardingError
 from fxzero.local_data import assign, attribute_of, describes, gets_data, sets_data, sets_gradient
 from fxzero.outside import meets_dtensors, on_shards
 from fxzero.params import KEY
-from fxzero.sharded_value import ShardedValue, meets_plain, settled
+from fxzero.sharded_value import ShardedValue, as_values, is_arithmetic, meets_plain, settled
 from fxzero.whereabouts import in_compiler, in_forward
 from fxzero.whole_value import of_rank_0, replaced
 
 _NOW = "_fxzero_now"
 """Attribute of a replaced parameter: the module that owns what has replaced it, and the name."""
+
+
+_GETTERS = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in "grad requires_grad is_leaf is_sparse dtype device shape ndim layout".split()
+)
+"""What optimizers ask every parameter for, several times a step."""
 
 
 class ShardedParameter(DTensor):
@@ -57,6 +64,13 @@ class ShardedParameter(DTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run a torch function on shards, or inside of a forward on full values."""
+        if func in _GETTERS:
+            with without_torch_function():
+                result = func(*args)
+            return as_values(result) if KEY in vars(args[0]) and not in_compiler() else result
+        if is_arithmetic(func, args, kwargs or {}) and not in_compiler() and not in_forward():
+            with without_torch_function():
+                return as_values(func(*args, **(kwargs or {})))
         if not any(_laid_out((args, kwargs))):
             try:
                 with without_torch_function():

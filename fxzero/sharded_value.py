@@ -36,6 +36,7 @@ from fxzero.whole_value import (
     refuse_other_shapes,
     replaced,
     tensors_in,
+    view_of,
     wants_whole,
     write,
     write_through,
@@ -146,6 +147,8 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     What DTensor can do depends on layouts, which are equal on all ranks. Torch functions of
     subclasses are not asked: the caller has switched them off.
     """
+    if is_arithmetic(func, args, kwargs):
+        return as_values(func(*args, **kwargs))
     if _is_mixed_list(func, args):
         return _apart(func, args, kwargs)
     refresh_all((args, kwargs))
@@ -183,6 +186,53 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             log.debug("gathering what %s takes: %s", func, error)
     args, kwargs = replaced((args, kwargs), DTensor, gathered)
     return func(*args, **kwargs)
+
+
+_ARITHMETIC = frozenset(
+    (
+        "add_ sub_ mul_ div_ lerp_ addcmul_ addcdiv_ add sub mul div sqrt lerp addcmul addcdiv "
+        "_foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_lerp_ _foreach_addcmul_ "
+        "_foreach_addcdiv_ _foreach_add _foreach_sub _foreach_mul _foreach_div _foreach_sqrt "
+        "_foreach_sqrt_ _foreach_addcmul _foreach_addcdiv _fused_adam_ _fused_adamw_ _fused_sgd_"
+    ).split()
+)
+"""What torch's optimizers compute with: each element of a result from the same elements."""
+
+
+def is_arithmetic(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an optimizer's function is given shards that lie alike, and nothing else to heed.
+
+    DTensor then does on each rank what is right. Of a thousand parameters an update in eager mode
+    makes some ten thousand such calls.
+    """
+    if name_of(func) not in _ARITHMETIC or torch.is_grad_enabled():
+        return False
+    placements: list[tuple[Any, ...]] = []
+    for value in (*args, *kwargs.values()):
+        several = value if type(value) in (list, tuple) else (value,)
+        found = []
+        for item in several:
+            if isinstance(item, DTensor):
+                if view_of(item) is not None:
+                    return False
+                found.append(item._spec.placements)
+            elif isinstance(item, Tensor) and item.dim():
+                return False
+        if found:
+            placements.append(tuple(found))
+    return (
+        all(lies == placements[0] for lies in placements)
+        and bool(placements)
+        and not any(p.is_partial() for lie in set(placements[0]) for p in lie)
+    )
+
+
+def as_values(result: Any) -> Any:
+    """Let what came of sharded values be of all ranks when read."""
+    for item in result if type(result) in (list, tuple) else (result,):
+        if type(item) is DTensor:
+            item.__class__ = ShardedValue
+    return result
 
 
 _ROUNDED = (torch.bfloat16, torch.float16)
