@@ -65,7 +65,8 @@ def collect_only_new_objects_in_dynamo() -> None:
 
     Asked for again and again: ``torch._dynamo.reset()`` forgets it.
     """
-    handler = torch._dynamo.callback_handler
+    from torch._dynamo.callback import callback_handler as handler
+
     if _begin_tracing not in handler.start_callbacks:
         handler.register_start_callback(_begin_tracing)
         handler.register_end_callback(_end_tracing)

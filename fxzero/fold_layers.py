@@ -249,7 +249,7 @@ _MAY_RETURN_ITS_INPUT = frozenset({"to", "contiguous", "type_as", "float", "cpu"
 def _is_view(node: fx.Node) -> bool:
     """Whether a value lies in the memory of one that it was made of, and nothing was written."""
     value = node.meta.get("example_value")
-    if not _compat.is_plain_fake(value):
+    if not isinstance(value, Tensor) or not _compat.is_plain_fake(value):
         return False
     sources = [source.meta.get("example_value") for source in node.all_input_nodes]
     if any(source is value for source in sources):
@@ -257,7 +257,7 @@ def _is_view(node: fx.Node) -> bool:
     return any(
         _compat.storage_identity(value) == _compat.storage_identity(source)
         for source in sources
-        if _compat.is_plain_fake(source)
+        if isinstance(source, Tensor) and _compat.is_plain_fake(source)
     )
 
 

@@ -130,7 +130,7 @@ def read_in_full(parameter: nn.Parameter, key: str) -> Tensor:
 def _reader(name: str) -> property:
     """A property that reads a parameter: in a forward as its full self."""
 
-    def read(self: nn.Module) -> Any:
+    def read(self: Any) -> Any:  # a marked module
         parameter = self._parameters.get(name, _ABSENT)
         # Dynamo traces this for every parameter: no call that is not needed. KEYS and STATE.
         if torch.compiler.is_dynamo_compiling():
