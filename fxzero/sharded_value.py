@@ -215,7 +215,7 @@ def is_arithmetic(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             if isinstance(item, DTensor):
                 if view_of(item) is not None:
                     return False
-                found.append(item._spec.placements)
+                found.append(item.placements)
             elif isinstance(item, Tensor) and item.dim():
                 return False
         if found:
