@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import gc
 import inspect
@@ -286,9 +287,9 @@ class _KeptLayout(DTensorSpec):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = object.__new__(DTensorSpec)
-        vars(plain).update(vars(self))
-        return plain.__reduce_ex__(protocol)
+        """Pickled as torch's own, for who loads it without fxzero."""
+        fields = [field.name for field in dataclasses.fields(DTensorSpec) if field.init]
+        return DTensorSpec, tuple(getattr(self, name) for name in fields)
 
     def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
         return other is self or super()._check_equals(other, skip_shapes)

@@ -218,11 +218,13 @@ def is_arithmetic(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
                 found.append(item.placements)
             elif isinstance(item, Tensor) and item.dim():
                 return False
+        if not placements and len(found) < len(several):
+            return False  # a plain number is changed, or what is not sharded
         if found:
             placements.append(tuple(found))
     return (
-        all(lies == placements[0] for lies in placements)
-        and bool(placements)
+        bool(placements)
+        and all(lies == placements[0] for lies in placements)
         and not any(p.is_partial() for lie in set(placements[0]) for p in lie)
     )
 
