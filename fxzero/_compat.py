@@ -29,6 +29,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fxzero.errors import CaptureError
 
+_NEW_OBJECTS = 10_000
+"""How many objects to make before the collector looks at them; Python's own number is 700."""
+_collects_only_new = False
+
 
 @contextlib.contextmanager
 def collecting_only_new_objects() -> Iterator[None]:
@@ -54,11 +58,6 @@ def collecting_only_new_objects() -> Iterator[None]:
         _collects_only_new = False
         gc.set_threshold(youngest, *older)
         gc.unfreeze()
-
-
-_collects_only_new = False
-_NEW_OBJECTS = 10_000
-"""How many objects to make before the collector looks at them; Python's own number is 700."""
 
 
 def collect_only_new_objects_in_dynamo() -> None:

@@ -134,13 +134,10 @@ def _reader(name: str) -> property:
         parameter = self._parameters.get(name, _ABSENT)
         # Dynamo traces this for every parameter: no call that is not needed. KEYS and STATE.
         if torch.compiler.is_dynamo_compiling():
-            if isinstance(parameter, DTensor):
-                return torch.ops.fxzero.unshard(
-                    parameter.to_local(), self._fxzero_keys[name], self._fxzero_state.sync
-                )
             if isinstance(parameter, nn.Parameter):
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 return torch.ops.fxzero.unshard(
-                    parameter, self._fxzero_keys[name], self._fxzero_state.sync
+                    local, self._fxzero_keys[name], self._fxzero_state.sync
                 )
             if parameter is not _ABSENT:  # None, or what functional_call was given
                 return parameter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -151,3 +152,22 @@ def test_kernels_are_measured_against_what_they_are(
     table = read_table(str(path))
     assert table.speedup("rms_norm", torch.float32, 1000) is not None
     assert table.speedup("rms_norm", torch.float16, 1000) is None
+
+
+def test_the_hosts_part_is_measured_through_both_doors(tmp_path: Path) -> None:
+    """Every figure is there and is a time; the file says what they are."""
+    out = tmp_path / "overhead.json"
+    command = [sys.executable, "examples/benchmarks/overhead.py", "--json", str(out)]
+    ended = subprocess.run(
+        [*command, "--layers", "1", "--steps", "1"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(out.read_text())
+    times = {row["name"]: [row[k] for k in row if k.endswith("_ms")] for row in found["rows"]}
+    assert {name: len(some) for name, some in times.items()} == {
+        "inductor": 3,
+        "fxzero": 3,
+        "fxzero-step": 1,
+    }
+    assert all(0 < time_ms < 10_000 for some in times.values() for time_ms in some)
+    assert "overhead.py" in found["conditions"]["command"]

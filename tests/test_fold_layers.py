@@ -320,6 +320,27 @@ def test_a_view_that_is_handed_out_stays_outside(
     assert traced[0] is not None
 
 
+class WrittenBetween(Pairs):
+    """A layer's outputs are changed in place, by index too, before the next one reads them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C) → (B, C)."""
+        pair = (x, x.cos())
+        for layer in self.layers:
+            pair = layer(pair)
+            pair[0].mul_(2)
+            pair[1][0] = 0.5
+        return pair[0] + pair[1]
+
+
+def test_outputs_that_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the layer handed out is not what the next one reads."""
+    with traced_layers(monkeypatch) as traced:
+        equals_eager(WrittenBetween)
+    assert len(traced) == 1
+    assert traced[0] is not None
+
+
 class OneDetached(Pairs):
     """Of each layer's outputs the second one ends in nothing that trains, but for the last's."""
 

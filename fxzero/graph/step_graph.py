@@ -179,11 +179,11 @@ class StepGraph:
             if not boundary and node.op in ("placeholder", "output"):
                 continue
             stamp = stamp_of(node)
-            if (
-                (role is None or stamp.role is role)
-                and (phase is None or stamp.phase is phase)
-                and (segment is None or stamp.segment == segment)
-            ):
+            if role is not None and stamp.role is not role:
+                continue
+            if phase is not None and stamp.phase is not phase:
+                continue
+            if segment is None or stamp.segment == segment:
                 yield node
 
     def segments(self) -> list[Segment]:
