@@ -26,7 +26,10 @@ _MICRO_BATCH = torch.ops.fxzero.micro_batch.default
 
 
 def take_rows(graph: StepGraph) -> None:
-    """Let each micro-batch be a view of the whole batch."""
+    """Let each micro-batch be a view of the whole batch.
+
+    The views are no part of any region, which would be another one for every micro-batch.
+    """
     for node in list(graph.graph.find_nodes(op="call_function", target=_MICRO_BATCH)):
         batch, index, count = node.args
         rows = batch.meta["val"].shape[0] // count
@@ -34,7 +37,7 @@ def take_rows(graph: StepGraph) -> None:
             view = graph.call(
                 _aten.slice.Tensor,
                 (batch, 0, index * rows, (index + 1) * rows),
-                stamp=replace(stamp_of(node), made_by="accumulate"),
+                stamp=replace(stamp_of(node), role=Role.ROWS, made_by="accumulate"),
             )
         node.replace_all_uses_with(view)
         graph.graph.erase_node(node)

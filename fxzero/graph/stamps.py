@@ -45,6 +45,8 @@ class Role(StrEnum):
     INPUT = "input"
     OUTPUT = "output"
     COMPUTE = "compute"
+    ROWS = "rows"
+    """Takes one micro-batch's rows of the batch."""
     UNSHARD = "unshard"
     RESHARD = "reshard"
     PREPARE = "prepare"

@@ -1,4 +1,4 @@
-"""What follows transfers: sums over micro-steps, norms, updates. They belong to no unit.
+"""What belongs to no unit: sums over micro-steps, norms, updates, rows of the batch.
 
     … unit; join r; unit …    →    … unit; join r; update; unit …
 
@@ -22,7 +22,7 @@ from fxzero.graph.stamps import stamp_of
 def is_follower(node: fx.Node) -> bool:
     """Whether a node runs as soon as it can, between two units."""
     stamp = stamp_of(node)
-    return stamp.phase is Phase.OPTIMIZER or stamp.role is Role.ACCUMULATE
+    return stamp.phase is Phase.OPTIMIZER or stamp.role in (Role.ACCUMULATE, Role.ROWS)
 
 
 def through_followers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
