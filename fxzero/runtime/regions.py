@@ -137,7 +137,21 @@ class RegionCache:
                 said = now
 
 
+def take_casts_apart(graph: fx.Graph) -> None:
+    """Write casts as Inductor has them once it has taken a graph apart.
+
+    Passes emit torch's own operator, which fuses with nothing and which Inductor, beside a
+    decomposition of it, refuses to call.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
+        if node.kwargs.keys() == {"dtype"}:
+            node.target = torch.ops.prims.convert_element_type.default
+            node.args, node.kwargs = (node.args[0], node.kwargs["dtype"]), {}
+
+
 def _compile(module: fx.GraphModule, key: StructureKey, fake_mode: Any) -> Structure:
+    take_casts_apart(module.graph)
+    module.recompile()
     inputs = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
     outputs = next(iter(reversed(module.graph.nodes))).args[0]
     roots = output_roots(module.graph)

@@ -104,3 +104,46 @@ def test_ranks_with_other_batches_decide_alike(ranks: Pools, world: int, door: s
     """Costs differ, the order of collectives does not: the first rank to decide decides for all."""
     options = {"bucket": {"min_bytes": 0}, "cost": {"cluster": "pair_1gbit"}}
     ranks(world).run(trains, options, door, [2, 9, 64])
+
+
+class WithStatistics(nn.Module):
+    """Its norm's parameters have gradients of another dtype than they are reduced in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, 6) to (B, 3)."""
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_casts_inside_of_regions(ranks: Pools, zero: int) -> None:
+    """What passes cast fuses with what it is computed from: on Inductor, in both doors."""
+    ranks(2).run(train_in_low_precision, zero)
+
+
+def train_in_low_precision(zero: int) -> None:
+    """Job: Inductor's regions next to torch's own kernels, to the rounding of bfloat16."""
+    x, y = torch.randn(8, 6), torch.randn(8, 3)
+    found = []
+    for options in ({}, {"lower_regions": EAGER}):
+        for whole in (True, False):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            model = fxzero.shard(WithStatistics(), zero=zero, param_dtype=torch.bfloat16)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            loss_fn = nn.functional.mse_loss
+            if whole:
+                fxzero.compile_step(model, optimizer, loss_fn, options=options)(x, y)
+            else:
+                compiled = torch.compile(model, backend="fxzero", options=options)
+                loss_fn(compiled(x).float(), y).backward()
+                optimizer.step()
+            found.append([p.detach() for p in model.parameters()])
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            mine, theirs = (getattr(p, "_local_tensor", p) for p in (a, b))
+            assert torch.allclose(mine, theirs, atol=2e-3)
