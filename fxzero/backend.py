@@ -45,6 +45,7 @@ from fxzero.params import (
     spec_of,
 )
 from fxzero.passes.base import Context, Fact, Pass
+from fxzero.passes.decisions import Decisions
 from fxzero.passes.lower_regions import RegionBackend
 from fxzero.passes.pipeline import PassRecord, run_passes
 from fxzero.passes.release_saved import private_saved
@@ -153,6 +154,13 @@ class Compilation:
     def __post_init__(self) -> None:
         if self.config.plan:
             self.context.decisions.plan = Plan.read(self.config.plan)
+
+    def start_again(self) -> None:
+        """Forget what was decided and noted: another graph of the same step comes."""
+        self.records.clear()
+        decisions = self.context.decisions
+        self.context.decisions = Decisions(decisions.plan, decisions.keep_digest)
+        self.context.scratch.clear()
 
     def choose_costs(self, graph: StepGraph) -> None:
         """Find out what things take, by the settings."""

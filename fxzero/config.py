@@ -84,19 +84,22 @@ class Config:
             self.prefetch,
         ]
 
-    def step_passes(self, micro_batches: int, max_norm: float | None, scaled: bool) -> list[Pass]:
+    def step_passes(
+        self, micro_batches: int, max_norm: float | None, scaled: bool, *, unroll: bool = False
+    ) -> list[Pass]:
         """The passes of a graph that ends in the update, in order.
 
         Args:
             max_norm: what gradients are clipped to.
             scaled: whether the loss is scaled.
+            unroll: whether the graph holds all micro-batches, however many there are.
         """
         stop = self.stop_unless_finite and not scaled
         return [
             StampNodes(),
             self.lower_kernels,
             self.recompute,
-            Accumulate(micro_batches),
+            Accumulate(micro_batches, unroll),
             ShardParams(),
             ShardGrads(),
             self.bucket,

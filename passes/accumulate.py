@@ -5,7 +5,8 @@
     return loss, dw                           return mean(loss, loss1), dw + dw1
 
 The gradients are added in the order in which an eager loop would. A buffer that the forward
-changes (BatchNorm's statistics) goes from each micro-batch to the next.
+changes (BatchNorm's statistics) goes from each micro-batch to the next. Of more than five
+micro-batches the graph holds five: see `fxzero.graph.steady`.
 """
 
 from __future__ import annotations
@@ -19,19 +20,25 @@ from torch import fx
 from fxzero.errors import ConfigError
 from fxzero.graph import Phase, Role, Stamp, StepGraph
 from fxzero.graph.stamps import set_stamp, stamp_of
+from fxzero.graph.steady import UNROLLED, steady_runs
 from fxzero.passes.base import Context, Fact, Notes, Pass
 
 _aten = torch.ops.aten
 _MICRO_BATCH = torch.ops.fxzero.micro_batch.default
 
 
-def take_rows(graph: StepGraph) -> None:
+def take_rows(graph: StepGraph, unrolled: int) -> None:
     """Let each micro-batch be a view of the whole batch.
 
     The views are no part of any region, which would be another one for every micro-batch.
+
+    Args:
+        unrolled: how many micro-steps the graph holds. The last one is the step's last.
     """
     for node in list(graph.graph.find_nodes(op="call_function", target=_MICRO_BATCH)):
         batch, index, count = node.args
+        if index == unrolled - 1:
+            index = count - 1
         rows = batch.meta["val"].shape[0] // count
         with graph.graph.inserting_before(node), graph.made_for(node):
             view = graph.call(
@@ -95,6 +102,8 @@ class Accumulate(Pass):
 
     micro_batches: int = 1
     """Into how many equal parts a batch is split along dim 0."""
+    unroll: bool = False
+    """Hold all of them in the graph, however many there are."""
 
     def __post_init__(self) -> None:
         """A batch has one part or more."""
@@ -109,7 +118,10 @@ class Accumulate(Pass):
         changed, loss = graph.changed, graph.loss
         assert loss is not None
         values = [list(first)]
-        for micro_step in range(1, self.micro_batches):
+        unrolled = self.micro_batches if self.unroll else min(self.micro_batches, UNROLLED)
+        if unrolled < self.micro_batches:
+            graph.steady_runs = steady_runs(self.micro_batches)
+        for micro_step in range(1, unrolled):
             before = {source: values[-1][position] for position, source in changed.items()}
             copies = repeat(graph, nodes, micro_step, before)
             values.append([copies.get(v, v) if isinstance(v, fx.Node) else v for v in first])
@@ -120,5 +132,5 @@ class Accumulate(Pass):
                 if isinstance(first[position], fx.Node):
                     result[position] = add_up(graph, [v[position] for v in values])
         graph.set_output_values(result)
-        take_rows(graph)
-        return Notes(micro_batches=self.micro_batches, nodes=len(nodes))
+        take_rows(graph, unrolled)
+        return Notes(micro_batches=self.micro_batches, unrolled=unrolled, nodes=len(nodes))

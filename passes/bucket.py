@@ -19,7 +19,7 @@ from fxzero.errors import ConfigError
 from fxzero.graph import Lane, Phase, Segment, StepGraph
 from fxzero.graph.launch import emit_launch, emit_wait
 from fxzero.graph.stamps import Role, set_stamp, stamp_of
-from fxzero.graph.step_graph import TransferNodes
+from fxzero.graph.step_graph import TransferNodes, transfer_nodes
 from fxzero.passes.base import Context, Fact, Notes
 from fxzero.passes.decision import DecidingPass, Decision
 from fxzero.settings import at_least
@@ -202,17 +202,22 @@ Along = tuple[object, ...]
 """What a transfer does, and over which ranks."""
 
 
-def movable(graph: StepGraph, segment: Segment, lane: Lane) -> dict[Along, list[TransferNodes]]:
-    """The transfers of parameters or of gradients, kind by kind; a model's own stay as they are.
+Kinds = dict[Along, list[TransferNodes]]
+
+
+def movable(graph: StepGraph, lane: Lane) -> dict[Segment, Kinds]:
+    """The transfers of parameters or of gradients, by segment and kind; a model's own stay as they
+    are.
 
     What goes to the same ranks in the same way is of one kind.
     """
-    kinds: dict[Along, list[TransferNodes]] = {}
-    for transfer in graph.transfers(segment=segment, name=lane.value):
+    found: dict[Segment, Kinds] = {}
+    for transfer in graph.transfers(name=lane.value):
         if transfer.of_parameters:
             record = transfer.record
+            kinds = found.setdefault(transfer.stamp.segment, {})
             kinds.setdefault((record.kind, record.group, record.op), []).append(transfer)
-    return kinds
+    return found
 
 
 @dataclass(frozen=True)
@@ -262,8 +267,9 @@ class Bucket(DecidingPass[Buckets]):
         leasts: dict[int, None] = {}
         for lane in (Lane.GATHER, Lane.REDUCE):
             made = 0
+            kinds = movable(graph, lane)
             for segment in graph.segments():
-                for axis, chosen in enumerate(movable(graph, segment, lane).values()):
+                for axis, chosen in enumerate(kinds.get(segment, {}).values()):
                     cap = self.cap_bytes or default_cap(chosen, ctx.costs)
                     least = self._least(ctx.costs, chosen[0].record, cap)
                     caps[cap] = leasts[least] = None
@@ -294,13 +300,14 @@ class Bucket(DecidingPass[Buckets]):
             wanted.setdefault(place, []).append(bucket)
         counts = dict.fromkeys((Lane.GATHER, Lane.REDUCE), 0)
         for lane in counts:
+            kinds = movable(graph, lane)
             for segment in graph.segments():
-                # The all-reduce across replicas starts from what the reduce-scatter left, so
-                # transfers of one kind are joined before the next one's are looked at.
-                for axis, along in enumerate(movable(graph, segment, lane)):
-                    chosen = movable(graph, segment, lane)[along]
+                for axis, chosen in enumerate(kinds.get(segment, {}).values()):
                     buckets = wanted.pop((lane, segment, axis), [])
-                    for bucket, members in _members(graph, buckets, chosen):
+                    # The all-reduce across replicas starts from what the reduce-scatter left,
+                    # which has been joined meanwhile.
+                    now = [transfer_nodes(t.launch) for t in chosen] if axis else chosen
+                    for bucket, members in _members(graph, buckets, now):
                         merge(graph, members, bucket.name)
                     counts[lane] += len(buckets)
         if wanted:

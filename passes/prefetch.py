@@ -54,6 +54,17 @@ def names_of(transfers: Sequence[TransferNodes]) -> frozenset[str]:
     return frozenset(transfer.stamp.bucket for transfer in transfers)
 
 
+def alike(candidates: list[TransferNodes], graph: StepGraph) -> list[tuple[TransferNodes, ...]]:
+    """What can only go together: one by one, or where a micro-step stands for others the same one
+    of all micro-steps."""
+    if graph.steady_runs == 1:
+        return [(transfer,) for transfer in candidates]
+    by_step: dict[int, list[TransferNodes]] = {}
+    for transfer in candidates:
+        by_step.setdefault(transfer.stamp.micro_step, []).append(transfer)
+    return list(zip(*by_step.values(), strict=False))
+
+
 def choose(outline: Outline, candidates: list[TransferNodes], budget_bytes: int | None) -> Choice:
     """The best order within the budget, with as many parameters kept as make it faster.
 
@@ -67,10 +78,11 @@ def choose(outline: Outline, candidates: list[TransferNodes], budget_bytes: int 
     if budget_bytes is None:
         budget_bytes = default_budget(outline.problem().graph)
     choices: list[Choice] = []
-    for count in (n for n in KEEPS if n <= len(candidates)):
-        kept = tuple(candidates[:count])
+    rounds = alike(candidates, outline.step)
+    for count in (n for n in KEEPS if n <= len(rounds)):
+        kept = tuple(transfer for transfers in rounds[:count] for transfer in transfers)
         problem = outline.problem(budget_bytes, names_of(kept))
-        found = best_order(problem.graph)
+        found = best_order(problem.graph, problem.is_steady)
         if found is None:
             break  # what is kept leaves too little
         choices.append(Choice(kept, problem, found))

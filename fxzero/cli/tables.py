@@ -30,8 +30,8 @@ def print_analysis(console: Console, analysis: Analysis) -> None:
     console.print(passes_table(analysis))
     if analysis.transfers:
         console.print(transfers_table(analysis))
-    gathered = sum(r.num_bytes for r in analysis.transfers if r.lane == "gather")
-    reduced = sum(r.num_bytes for r in analysis.transfers if r.lane == "reduce")
+    gathered = analysis.num_bytes("gather")
+    reduced = analysis.num_bytes("reduce")
     ratio = analysis.wire_elements() / max(analysis.num_parameters, 1)
     console.print(
         f"per step and rank: {size(gathered)} gathered, {size(reduced)} reduced, "
@@ -84,7 +84,7 @@ def transfers_table(analysis: Analysis) -> Table:
             row.layer or "(root)",
             str(len(row.params)),
             f"{row.num_elements:,}",
-            size(row.num_bytes),
+            size(row.num_bytes) + (f" x {row.runs}" if row.runs > 1 else ""),
         )
     return table
 

@@ -116,6 +116,8 @@ class StepGraph:
         """What the update multiplies gradients by: see the pass `clip_grads`."""
         self.norm: fx.Node | None = None
         """The norm of all gradients."""
+        self.steady_runs = 1
+        """How many micro-steps the fourth of five stands for: see `fxzero.graph.steady`."""
         self.skip: fx.Node | None = None
         """One if the update must not happen, else zero."""
         self.fake_mode = fake_mode_of(module.graph)
@@ -283,6 +285,7 @@ class StepGraph:
             changed={position: copies[node] for position, node in self.changed.items()},
             loss=self.loss,
         )
+        other.steady_runs = self.steady_runs
         for name in ("scale", "norm", "skip"):
             node = getattr(self, name)
             setattr(other, name, copies[node] if node is not None else None)

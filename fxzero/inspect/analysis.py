@@ -7,6 +7,7 @@ from typing import Any
 
 from fxzero.backend import Compilation
 from fxzero.graph import Phase, StepGraph
+from fxzero.graph.steady import runs_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.inspect.capture import Capture
 from fxzero.passes.lower_regions import RegionBackend
@@ -41,6 +42,8 @@ class TransferRow:
     num_elements: int
     """Elements of the full tensors: what each rank sends or receives, up to (N-1)/N."""
     num_bytes: int
+    runs: int = 1
+    """How often it travels in a step: more than once in the micro-step that stands for others."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ class Analysis:
 
     def elements(self, lane: str) -> int:
         """Elements that one lane moves in a step."""
-        return sum(row.num_elements for row in self._moved() if row.lane == lane)
+        return sum(row.num_elements * row.runs for row in self._moved() if row.lane == lane)
 
     def _moved(self) -> list[TransferRow]:
         """Transfers of parameters and gradients: all but the norm's single number."""
@@ -127,8 +130,13 @@ class Analysis:
         An all-reduce is a reduce-scatter and an all-gather, and counts twice.
         """
         return sum(
-            row.num_elements * (2 if "all_reduce" in row.operator else 1) for row in self._moved()
+            row.num_elements * row.runs * (2 if "all_reduce" in row.operator else 1)
+            for row in self._moved()
         )
+
+    def num_bytes(self, lane: str) -> int:
+        """Bytes that one lane moves in a step, a norm's single number included."""
+        return sum(row.num_bytes * row.runs for row in self.transfers if row.lane == lane)
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as what `json` can write."""
@@ -137,8 +145,8 @@ class Analysis:
             "gathered_elements": self.elements("gather"),
             "reduced_elements": self.elements("reduce"),
             "wire_elements": self.wire_elements(),
-            "gathered_bytes": sum(r.num_bytes for r in self.transfers if r.lane == "gather"),
-            "reduced_bytes": sum(r.num_bytes for r in self.transfers if r.lane == "reduce"),
+            "gathered_bytes": self.num_bytes("gather"),
+            "reduced_bytes": self.num_bytes("reduce"),
         }
         return data
 
@@ -172,4 +180,5 @@ def _transfer_row(number: int, graph: StepGraph, transfer: TransferNodes) -> Tra
         params=tuple(graph.specs[key].name for key in stamp.params),
         num_elements=record.full_bytes // record.dtype.itemsize,
         num_bytes=record.full_bytes,
+        runs=runs_of(graph, stamp),
     )

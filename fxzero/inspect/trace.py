@@ -40,7 +40,7 @@ def chrome_trace(
             "cat": span.lane.value,
             "ts": span.start_us,
             "dur": span.us,
-            "args": {"layer": span.layer},
+            "args": {"layer": span.layer, **({"runs": span.runs} if span.runs > 1 else {})},
         }
         for span in simulation.spans
     ]

@@ -14,6 +14,7 @@ from torch import fx
 
 from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.stamps import stamp_of
+from fxzero.graph.steady import runs_of
 from fxzero.runtime.agree import Account, channel_of
 from fxzero.runtime.places import user_line
 from fxzero.transfer import Transfer, TransferKind
@@ -31,6 +32,7 @@ def collectives_digest(graph: StepGraph) -> str:
         if not stamp.params and record.kind is not TransferKind.ALL_TO_ALL:
             words.append(str(record.full_bytes))  # an all-to-all may send each rank another size
         digest.update(("|".join(words) + "\n").encode())
+    digest.update(f"steady {graph.steady_runs}\n".encode())
     return digest.hexdigest()
 
 
@@ -101,8 +103,8 @@ def _about(graph: StepGraph) -> dict[str, Any]:
     return {
         "kind": "graph",
         "phase": "step" if whole else min((p.value for p in phases), default="forward"),
-        "collectives": len(transfers),
-        "gathers": sum(t.stamp.lane is Lane.GATHER for t in transfers),
+        "collectives": sum(runs_of(graph, t.stamp) for t in transfers),
+        "gathers": sum(runs_of(graph, t.stamp) for t in transfers if t.stamp.lane is Lane.GATHER),
         "transfers": {t.launch.name: t.stamp.bucket or t.launch.name for t in transfers},
         "uses": uses,
         "line": line,

@@ -16,10 +16,12 @@ from fxzero._compat import below_autograd
 from fxzero.full_parameter import check_returned_copies
 from fxzero.gradients import note_reduced
 from fxzero.graph import Lane, StepGraph
+from fxzero.graph.steady import find_loop, runs_of
 from fxzero.graph.verify import check_constants
 from fxzero.params import ModelState, Traffic
 from fxzero.runtime import agree, lost
 from fxzero.runtime.account import account_of
+from fxzero.runtime.looped import looped
 
 
 def traffic_of(graph: StepGraph) -> Traffic:
@@ -28,12 +30,13 @@ def traffic_of(graph: StepGraph) -> Traffic:
     for transfer in graph.transfers():
         if not transfer.of_parameters:
             continue  # the norm's single number, and the model's own
+        runs = runs_of(graph, transfer.stamp)
         if transfer.stamp.lane is Lane.GATHER:
-            total.num_gathers += 1
-            total.gathered_bytes += transfer.record.full_bytes
+            total.num_gathers += runs
+            total.gathered_bytes += runs * transfer.record.full_bytes
         else:
-            total.num_reduces += 1
-            total.reduced_bytes += transfer.record.full_bytes
+            total.num_reduces += runs
+            total.reduced_bytes += runs * transfer.record.full_bytes
     return total
 
 
@@ -48,11 +51,17 @@ def executable(
     Args:
         states: the models whose traffic counters each run adds to.
         gradients: the keys of parameters whose reduced gradients it returns, by position.
+
+    Raises:
+        NotSteadyError: a micro-step of the graph shall stand for others, and cannot.
     """
     graph.graph.lint()
     check_constants(graph, "executable")
     # Not graph.module: AOTAutograd makes it lazy, and a lazy module has no code of its own.
-    forward = type(fx.GraphModule(graph.module, graph.graph)).forward
+    if graph.steady_runs > 1:
+        forward = looped(graph, find_loop(graph), generated)
+    else:
+        forward = generated(graph, graph.graph)
     attributes = _attributes(graph.module)
     traffic = traffic_of(graph)
     returned = dict(gradients or {})
@@ -89,6 +98,12 @@ def executable(
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def generated(graph: StepGraph, part: fx.Graph) -> Callable[..., Any]:
+    """The code of a part of a graph, a function of ``self`` and its inputs."""
+    forward: Callable[..., Any] = type(fx.GraphModule(graph.module, part)).forward
+    return forward
 
 
 def _attributes(module: fx.GraphModule) -> SimpleNamespace:

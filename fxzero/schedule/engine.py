@@ -75,12 +75,23 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """What is issued from one task on until another is, of which a step runs several in a row."""
+
+    first: int
+    until: int
+    runs: int
+
+
+@dataclass(frozen=True)
 class TaskGraph:
     """Tasks, each after what it needs: the order given is a valid one."""
 
     tasks: tuple[Task, ...]
     budgets: Mapping[Pool, int] = field(default_factory=dict)
     """Most bytes held at once, by pool."""
+    stretches: tuple[Stretch, ...] = ()
+    """What stands for several runs of itself, one after the other in every order."""
 
     def __post_init__(self) -> None:
         for i, task in enumerate(self.tasks):
@@ -172,6 +183,9 @@ class Replay:
     busy_us: dict[Lane, float]
     held_bytes: list[int]
     """In the order of issue, the most of the device that was held while a task was issued."""
+    runs: list[int] = field(default_factory=list)
+    """By task, how often it runs. Times are those of the first run; what comes behind a stretch
+    comes behind all of its runs."""
 
     @property
     def exposed_us(self) -> float:
@@ -265,23 +279,40 @@ def replay(graph: TaskGraph, order: Iterable[int]) -> Replay:
         KeyError: a task stands before one that it needs.
     """
     clock = Clock(graph)
-    starts = [0.0] * len(graph.tasks)
+    starts, ends = [0.0] * len(graph.tasks), [0.0] * len(graph.tasks)
+    runs = [1] * len(graph.tasks)
     busy: dict[Lane, float] = defaultdict(float)
     held: list[int] = []
+    firsts = {stretch.first: stretch for stretch in graph.stretches}
+    current: Stretch | None = None
+    later_us = 0.0
+    """How much later everything is because stretches have run more than once."""
     for index in order:
         before = clock.held[Pool.DEVICE]
-        starts[index] = clock.issue(index)
+        start = clock.issue(index)
+        if current is not None and index == current.until:
+            later_us += (current.runs - 1) * (start + later_us - starts[current.first])
+            current = None
+        if index in firsts:
+            current = firsts[index]
+        if current is not None:
+            runs[index] = current.runs
+            if index in clock.stalls:
+                lane, us = clock.stalls[index]
+                clock.stalls[index] = lane, us * current.runs
+        starts[index], ends[index] = start + later_us, clock.ended[index] + later_us
         held.append(before + graph.num_bytes[index])
-        busy[graph.tasks[index].lane] += graph.tasks[index].us
+        busy[graph.tasks[index].lane] += graph.tasks[index].us * runs[index]
     return Replay(
-        makespan_us=clock.makespan_us,
-        compute_us=clock.free_us[COMPUTE],
+        makespan_us=clock.makespan_us + later_us,
+        compute_us=clock.free_us[COMPUTE] + later_us,
         start_us=starts,
-        end_us=[clock.ended.get(i, 0.0) for i in range(len(graph.tasks))],
+        end_us=ends,
         peaks=clock.peaks,
         stalls=clock.stalls,
         busy_us=dict(busy),
         held_bytes=held,
+        runs=runs,
     )
 
 

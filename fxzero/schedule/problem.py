@@ -21,8 +21,9 @@ from fxzero.cost.model import CostModel, TransferCost
 from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.stamps import stamp_of
+from fxzero.graph.steady import STEADY, UNROLLED
 from fxzero.graph.step_graph import TransferNodes
-from fxzero.schedule.engine import Hold, Task, TaskGraph
+from fxzero.schedule.engine import Hold, Stretch, Task, TaskGraph
 from fxzero.schedule.followers import is_follower, through_followers, with_followers
 from fxzero.schedule.keep import gathered_in, key_of
 from fxzero.schedule.storage import Storage, storages_of
@@ -44,6 +45,32 @@ class Problem:
     """What runs as soon as it can, between two units."""
     gathers: dict[int, TransferNodes]
     """By gather task."""
+    micro_steps: tuple[dict[tuple[str, int], int], ...] = ()
+    """By micro-step, its tasks by what they are: the third unit, the first gather."""
+
+    def is_steady(self, order: Sequence[int]) -> bool:
+        """Whether an order does in the steady micro-step what it does in the one before, so that
+        it can stand for others. True of a graph in which it stands for itself alone."""
+        if not self.graph.stretches:
+            return True
+        (steady,) = self.graph.stretches
+        what = {
+            task: (s, key) for s, own in enumerate(self.micro_steps) for key, task in own.items()
+        }
+        place = {task: position for position, task in enumerate(order)}
+        begins = [place[self.micro_steps[s]["unit", 0]] for s in (STEADY - 1, STEADY, STEADY + 1)]
+        before, now = order[begins[0] : begins[1]], order[begins[1] : begins[2]]
+        if len(before) != len(now) or steady.first != order[begins[1]]:
+            return False
+        if {what[task][1] for task in now if task in what} != self.micro_steps[STEADY].keys():
+            return False  # something of it was done for several micro-steps at once
+        for mine, theirs in zip(before, now, strict=True):
+            if mine not in what or theirs not in what:
+                return False
+            (early, key), (late, other) = what[mine], what[theirs]
+            if key != other or late - early != 1 or abs(late - STEADY) > 1:
+                return False  # or it reaches further than into the next micro-step
+        return True
 
     def names(self) -> list[str]:
         """The tasks' names, each its own: the second of a name is ``"name #2"``."""
@@ -320,8 +347,9 @@ class _Problem:
         budgets = {} if budget_bytes is None else {Pool.DEVICE: budget_bytes}
         holds = self.holds()
         every = tuple(replace(task, holds=tuple(holds[i])) for i, task in enumerate(tasks))
+        micro_steps = self.micro_steps() if outline.step.steady_runs > 1 else ()
         return Problem(
-            TaskGraph(every, budgets),
+            TaskGraph(every, budgets, self.stretch(micro_steps)),
             tuple(nodes),
             joins={
                 me: tuple(
@@ -343,7 +371,33 @@ class _Problem:
                 for i, transfer in enumerate(outline.gathers)
                 if i not in self.dropped
             },
+            micro_steps=micro_steps,
         )
+
+    def micro_steps(self) -> tuple[dict[tuple[str, int], int], ...]:
+        """By micro-step, its tasks by kind and by their number among those of their kind."""
+        outline = self.outline
+        found: list[dict[tuple[str, int], int]] = [{} for _ in range(UNROLLED)]
+        numbers: Counter[tuple[int, str]] = Counter()
+        for kind, i in self.plan:
+            if kind == "tail":
+                continue
+            if kind == "unit":
+                node = outline.units[i].nodes[0]
+            else:
+                node = (outline.gathers if kind == "gather" else outline.reduces)[i].launch
+            micro_step = stamp_of(node).micro_step
+            found[micro_step][kind, numbers[micro_step, kind]] = self.index[kind, i]
+            numbers[micro_step, kind] += 1
+        return tuple(found)
+
+    def stretch(self, micro_steps: tuple[dict[tuple[str, int], int], ...]) -> tuple[Stretch, ...]:
+        """From the steady micro-step's first unit to that of the one behind it."""
+        runs = self.outline.step.steady_runs
+        if runs == 1:
+            return ()
+        first, until = (micro_steps[s]["unit", 0] for s in (STEADY, STEADY + 1))
+        return (Stretch(first, until, runs),)
 
     def holds(self) -> dict[int, list[Hold]]:
         """By task, what transfers hold from its issue on: the storages of the graph, seen from

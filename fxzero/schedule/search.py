@@ -9,7 +9,7 @@ bytes; the search tries several and takes the order that holds least among the f
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fxzero.graph.stamps import Lane
@@ -241,10 +241,15 @@ def exact_order(graph: TaskGraph) -> list[int] | None:
     return found
 
 
-def best_order(graph: TaskGraph) -> Found | None:
+def best_order(
+    graph: TaskGraph, prefer: Callable[[Sequence[int]], bool] = lambda _: True
+) -> Found | None:
     """The order that holds least among those that are about as fast as the fastest found.
 
     Never slower than gathers one ahead of their use, if the budget allows those.
+
+    Args:
+        prefer: what is asked of an order, if any that was found can do it.
 
     Returns:
         None if no order was found within the budget.
@@ -277,6 +282,8 @@ def best_order(graph: TaskGraph) -> Found | None:
     consider(lambda: fixed_order(graph, 0, 0), "distance 0")
     if not found:
         return None
+    found = list(filter(lambda f: prefer(f.order), found)) or found
+    fixed = fixed if fixed in found else None
     best_us = min(f.replay.makespan_us for f in found)
     limit_us = best_us * (1 + SLACK)
     if fixed is not None:

@@ -9,16 +9,19 @@ the next begins: two steps are replayed then, and the second one is told of.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+
+from torch import fx
 
 from fxzero.cost.model import CostModel, FixedCosts
 from fxzero.graph import Lane, Role, StepGraph
 from fxzero.graph.stamps import stamp_of
+from fxzero.graph.steady import STEADY, begins
 from fxzero.runtime.ahead import Launch, Take
 from fxzero.schedule import engine
-from fxzero.schedule.engine import COMPUTE, Hold, Task, TaskGraph, alive_at
+from fxzero.schedule.engine import COMPUTE, Hold, Stretch, Task, TaskGraph, alive_at
 from fxzero.schedule.storage import Kind, Storage, storages_of
 
 
@@ -32,6 +35,8 @@ class Span(NamedTuple):
     lane: Lane
     start_us: float
     us: float
+    runs: int = 1
+    """How often it runs in a row with what is around it; the times are the first run's."""
 
 
 @dataclass(frozen=True)
@@ -113,19 +118,24 @@ class Program:
         steps = [tasks]
         if self.ahead:
             steps.append([self._again(i, task, count) for i, task in enumerate(tasks)])
-        doubled = TaskGraph(tuple(task for step in steps for task in step))
+        stretches = [
+            self._later(s, n * count) for n in range(len(steps)) for s in self.graph.stretches
+        ]
+        every_task = tuple(task for step in steps for task in step)
+        doubled = TaskGraph(every_task, stretches=tuple(stretches))
         first = len(doubled) - count
         every = engine.replay(doubled, range(len(doubled)))
         # The second step begins when the first one's host is done; the link may still be busy.
-        begin = engine.replay(TaskGraph(tuple(tasks)), range(count)).compute_us if first else 0.0
+        once = TaskGraph(tuple(tasks), stretches=self.graph.stretches)
+        begin = engine.replay(once, range(count)).compute_us if first else 0.0
         spans, busy = [], dict[str, float]()
         exposed_by: dict[str, float] = defaultdict(float)
         for i in range(first, len(doubled)):
             task = doubled.tasks[i]
             if task.us:
                 start = every.start_us[i] - begin
-                spans.append(self._span(i - first, task, start))
-                busy[task.lane] = busy.get(task.lane, 0.0) + task.us
+                spans.append(self._span(i - first, task, start, every.runs[i]))
+                busy[task.lane] = busy.get(task.lane, 0.0) + task.us * every.runs[i]
             if i in every.stalls:
                 lane, us = every.stalls[i]
                 exposed_by[lane] += us
@@ -144,10 +154,15 @@ class Program:
             return replace(task, after=(), us=0.0, host_us=0.0)
         return replace(task, after=tuple(self.ahead.get(b, b + count) for b in task.after))
 
-    def _span(self, index: int, task: Task, start_us: float) -> Span:
+    @staticmethod
+    def _later(stretch: Stretch, tasks: int) -> Stretch:
+        """The same of a step that begins some tasks later."""
+        return replace(stretch, first=stretch.first + tasks, until=stretch.until + tasks)
+
+    def _span(self, index: int, task: Task, start_us: float, runs: int) -> Span:
         label = self.labels[index] if self.labels else task.name
         layer = self.layers[index] if self.layers else ""
-        return Span(task.name, label, layer, task.lane, start_us, task.us)
+        return Span(task.name, label, layer, task.lane, start_us, task.us, runs)
 
     def memory(self) -> Memory:
         """What one step holds."""
@@ -223,7 +238,7 @@ def tasks_of(graph: StepGraph, costs: CostModel, *, fuses: bool) -> Program:
                 ahead[place[launch]] = i
         elif node in joined:
             task = replace(task, lane=stamp.lane, after=(place[joined[node]],))
-        elif stamp.role not in (Role.PART, Role.RELEASE):
+        elif stamp.role not in (Role.PART, Role.RELEASE, Role.ROWS):
             task = replace(task, us=costs.compute_us(group))
         tasks.append(task)
         labels.append(node.name if len(group) == 1 else stamp.layer or "root")
@@ -241,13 +256,25 @@ def tasks_of(graph: StepGraph, costs: CostModel, *, fuses: bool) -> Program:
         if num_bytes:
             own = Hold(num_bytes, (place[node],), name=node.name, kind=Kind.WORKSPACE.value)
             holds[place[node]].append(own)
+    held = tuple(replace(task, holds=tuple(holds[i])) for i, task in enumerate(tasks))
     return Program(
-        TaskGraph(tuple(replace(t, holds=tuple(holds[i])) for i, t in enumerate(tasks))),
+        TaskGraph(held, stretches=_stretches(graph, place)),
         tuple(layers),
         tuple(labels),
         ahead,
         tuple(resident),
     )
+
+
+def _stretches(graph: StepGraph, place: Mapping[fx.Node, int]) -> tuple[Stretch, ...]:
+    """What stands for several micro-steps."""
+    if graph.steady_runs == 1:
+        return ()
+    first, until = (
+        next(place[node] for node in graph.graph.nodes if begins(node, micro_step))
+        for micro_step in (STEADY, STEADY + 1)
+    )
+    return (Stretch(first, until, graph.steady_runs),)
 
 
 def simulate(graph: StepGraph, costs: CostModel, *, fuses: bool) -> Simulation:

@@ -21,6 +21,7 @@ from fxzero.config import Config
 from fxzero.errors import CaptureError
 from fxzero.fold_layers import Folds, trace_folded
 from fxzero.graph import StepGraph
+from fxzero.graph.steady import UNROLLED, NotSteadyError
 from fxzero.graph.writes import refuse_writes
 from fxzero.mark_inputs import use_markers
 from fxzero.optimizers import OptimizerLayout, create_state
@@ -90,7 +91,6 @@ def compile_graph(
         drop_unwanted(graph, layout)
         refuse_sparse(graph)
         create_state(layout, set(graph.gradients.values()))
-        passes = config.step_passes(micro_batches, clip_grad_norm, scaled)
         why_not = no_cuda_graph(graph, layout, config) if config.cuda_graph else ""
         if why_not:
             compilation.context.warnings.append(f"cuda_graph has no effect: {why_not}")
@@ -98,7 +98,18 @@ def compile_graph(
             compilation.context.warnings.append(
                 "stop_unless_finite has no effect in fp16, where such a step is skipped"
             )
-        call = lower(compilation, graph, passes)
+        spare = graph.clone() if micro_batches > UNROLLED else None
+        try:
+            call = lower(
+                compilation, graph, config.step_passes(micro_batches, clip_grad_norm, scaled)
+            )
+        except NotSteadyError as error:
+            log.info("compiling all %d micro-batches one by one: %s", micro_batches, error)
+            assert spare is not None
+            graph = spare
+            compilation.start_again()
+            passes = config.step_passes(micro_batches, clip_grad_norm, scaled, unroll=True)
+            call = lower(compilation, graph, passes)
         binder = Binder(graph, layout, micro_batches)
         if config.cuda_graph and not why_not:
             batch = {i for i, value in enumerate(example_inputs) if id(value) not in static}

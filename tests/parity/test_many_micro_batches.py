@@ -1,0 +1,154 @@
+"""A step of many micro-batches, of which five are in the graph, trains as one that holds all."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fxzero
+from fxzero import backend
+from fxzero.backend import Compilation
+from fxzero.graph.steady import UNROLLED, NotSteadyError
+from fxzero.runtime import executor
+from tests.pairwise import pairwise
+from tests.parity.harness import Pools
+from tests.parity.test_step import Case, trains_as_the_eager_loop
+
+EAGER = {"lower_regions": {"backend": "eager"}}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "eager": EAGER,
+    "by layer": {"bucket": {"min_bytes": 0}, "cost": {"cluster": "pair_1gbit"}, **EAGER},
+    "distance 2": {"prefetch": {"distance": 2}, "bucket": {"min_bytes": 0}, **EAGER},
+    "least": {"prefetch": {"distance": 0, "reduce_distance": 0}, **EAGER},
+}
+
+
+class Net(nn.Module):
+    """Everything that a micro-step can leave to the next one: statistics, random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(3)
+        )
+        self.dropout = nn.Dropout(0.3)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 6) to (B, 3)."""
+        for layer in self.inner:
+            x = x + layer(self.dropout(x))
+        return self.out(x)
+
+
+def trained(micro_batches: int, steps: int = 3, **settings: Any) -> tuple[list[Tensor], int]:
+    """Losses, norms, parameters, buffers and optimizer state; and how many micro-steps were in
+    the graph."""
+    seen: list[Compilation] = []
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", settings.pop("mesh")) if "mesh" in settings else None
+    zero, low = settings.pop("zero"), settings.pop("param_dtype", None)
+    model = fxzero.shard(Net(), zero=zero, mesh=mesh, param_dtype=low)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = fxzero.compile_step(
+        model, optimizer, nn.functional.mse_loss, micro_batches=micro_batches, **settings
+    )
+    backend.observers.append(seen.append)
+    found: list[Tensor] = []
+    try:
+        for number in range(steps):
+            torch.manual_seed(100 * number + dist.get_rank())
+            out = step(torch.randn(2 * micro_batches, 6), torch.randn(2 * micro_batches, 3))
+            found += [out.loss, *([] if out.grad_norm is None else [out.grad_norm])]
+    finally:
+        backend.observers.remove(seen.append)
+    local = [getattr(p, "_local_tensor", p) for p in model.parameters()] + list(model.buffers())
+    state = [v for p in model.parameters() for v in optimizer.state[p].values()]
+    local += [getattr(v, "_local_tensor", v) for v in state]
+    (compilation,) = seen
+    notes = next(r.notes for r in compilation.records if r.name == "accumulate")
+    unrolled = notes["unrolled"]
+    assert isinstance(unrolled, int)
+    return [*found, *(tensor.detach().clone() for tensor in local)], unrolled
+
+
+def all_in_one_graph(micro_batches: int, **settings: Any) -> tuple[list[Tensor], int]:
+    """The same with every micro-step in the graph."""
+    with (
+        mock.patch("fxzero.passes.accumulate.UNROLLED", 100),
+        mock.patch("fxzero.step.capture.UNROLLED", 100),
+    ):
+        return trained(micro_batches, **settings)
+
+
+def same_bits(micro_batches: int, settings: dict[str, Any]) -> None:
+    """Job: with the loop, and without."""
+    mine, held = trained(micro_batches, **settings)
+    theirs, all_of_them = all_in_one_graph(micro_batches, **settings)
+    assert (held, all_of_them) == (UNROLLED, micro_batches)
+    assert len(mine) == len(theirs)
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("zero", "schedule", "clip"),
+    pairwise((0, 1, 2, 3), tuple(SCHEDULES), (None, 0.05), always=[(3, "default", None)]),
+)
+def test_same_bits(ranks: Pools, zero: int, schedule: str, clip: float | None) -> None:
+    """Losses, norms, parameters, statistics, moments."""
+    settings = {"zero": zero, "options": SCHEDULES[schedule], "clip_grad_norm": clip}
+    ranks(2).run(same_bits, 7, settings)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_same_bits_on_two_axes(ranks: Pools, zero: int) -> None:
+    """Across replicas too."""
+    ranks(4).run(same_bits, 6, {"zero": zero, "mesh": (2, 2), "options": EAGER})
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_same_bits_in_low_precision(ranks: Pools, zero: int) -> None:
+    """Casts before gathers, sums in the parameters' own dtype."""
+    ranks(2).run(same_bits, 9, {"zero": zero, "param_dtype": torch.bfloat16, "options": {}})
+
+
+@pytest.mark.parametrize(("zero", "clip"), [(0, None), (1, 0.1), (2, 0.1), (3, None)])
+def test_as_the_eager_loop(ranks: Pools, zero: int, clip: float | None) -> None:
+    """Eight micro-batches by a plain loop in one process, in float64."""
+    ranks(2).run(trains_as_the_eager_loop, Case(zero, 8, clip, "adamw", example="odd_shapes"))
+
+
+def test_where_micro_steps_differ_all_are_compiled(ranks: Pools) -> None:
+    """A schedule that does not repeat is run as it stands."""
+    ranks(2).run(fall_back)
+
+
+def fall_back() -> None:
+    """Job: the first graph is said to be unsteady."""
+    settings = {"zero": 3, "options": EAGER}
+    refused = NotSteadyError("said so")
+    with mock.patch.object(executor, "find_loop", side_effect=refused):
+        mine, held = trained(7, **settings)
+    theirs, _ = all_in_one_graph(7, **settings)
+    assert held == 7
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_ranks_with_other_numbers_of_micro_batches(ranks: Pools) -> None:
+    """Their graphs are alike, their steps are not."""
+    ranks(2).run(other_numbers)
+
+
+def other_numbers() -> None:
+    """Job."""
+    with pytest.raises(fxzero.RanksDisagreeError):
+        trained(7 + dist.get_rank(), zero=3, options=EAGER)
