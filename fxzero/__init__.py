@@ -5,8 +5,7 @@ model = torch.compile(model, backend="fxzero")
 """
 
 from fxzero import _checkout
-from fxzero import ops as _ops
-from fxzero.config import Config
+from fxzero.compiler.config import Config
 from fxzero.errors import (
     BatchError,
     CaptureError,
@@ -21,10 +20,11 @@ from fxzero.errors import (
     ShardingError,
     VerificationError,
 )
-from fxzero.groups import init_distributed
-from fxzero.params import Traffic
-from fxzero.precision import Precision
-from fxzero.sharding import no_sync, report, shard
+from fxzero.ranks.groups import init_distributed
+from fxzero.sharding import ops as _ops
+from fxzero.sharding.params import Traffic
+from fxzero.sharding.precision import Precision
+from fxzero.sharding.shard import no_sync, report, shard
 from fxzero.step import StepOutput, TrainStep, compile_step
 
 __version__ = "0.1.0"

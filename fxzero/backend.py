@@ -21,21 +21,30 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from fxzero import _compat
-from fxzero.before_step import watch_optimizers
-from fxzero.buffers import sync_buffers
+from fxzero.capture.fold_layers import Folds, trace_folded, unfold
+from fxzero.capture.mark_inputs import use_markers
+from fxzero.capture.shard_inputs import take_local_tensors, with_parameters
+from fxzero.compiler.config import Config
 from fxzero.compiler.plan import Plan
-from fxzero.config import Config
+from fxzero.compiler.run import PassRecord, run_passes
 from fxzero.errors import CaptureError, ConfigError, FxZeroError, FxZeroWarning
-from fxzero.fold_layers import Folds, trace_folded, unfold
-from fxzero.full_parameter import returned_copy
-from fxzero.gradients import reduce_what_arrives
 from fxzero.graph import StepGraph
 from fxzero.graph.cut import Sides, cut
 from fxzero.graph.writes import refuse_writes
-from fxzero.groups import Group, init_distributed
-from fxzero.layout import Layout
-from fxzero.mark_inputs import use_markers
-from fxzero.params import (
+from fxzero.passes.base import Context, Fact, Pass
+from fxzero.passes.decisions import Decisions
+from fxzero.passes.lower_regions import RegionBackend
+from fxzero.passes.release_saved import private_saved
+from fxzero.passes.shard_params import shard_source
+from fxzero.ranks import watch
+from fxzero.ranks.groups import Group, init_distributed
+from fxzero.runtime.executor import executable
+from fxzero.sharding.before_step import watch_optimizers
+from fxzero.sharding.buffers import sync_buffers
+from fxzero.sharding.full_parameter import returned_copy
+from fxzero.sharding.gradients import reduce_what_arrives
+from fxzero.sharding.layout import Layout
+from fxzero.sharding.params import (
     ModelState,
     ParamSpec,
     is_known,
@@ -44,18 +53,9 @@ from fxzero.params import (
     remember_plain,
     spec_of,
 )
-from fxzero.passes.base import Context, Fact, Pass
-from fxzero.passes.decisions import Decisions
-from fxzero.passes.lower_regions import RegionBackend
-from fxzero.passes.pipeline import PassRecord, run_passes
-from fxzero.passes.release_saved import private_saved
-from fxzero.passes.shard_params import shard_source
-from fxzero.replicas import check_equal
-from fxzero.runtime import watch
-from fxzero.runtime.executor import executable
-from fxzero.shard_inputs import take_local_tensors, with_parameters
-from fxzero.sharded_value import ShardedValue, as_dtensors
-from fxzero.whereabouts import outermost_module
+from fxzero.sharding.replicas import check_equal
+from fxzero.sharding.sharded_value import ShardedValue, as_dtensors
+from fxzero.sharding.whereabouts import outermost_module
 
 log = logging.getLogger("fxzero")
 

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 from fxzero.cost import AnalyticCosts, CostModel, load_cluster
 from fxzero.graph import StepGraph
-from fxzero.optimizers import OptimizerLayout
 from fxzero.passes.decisions import Decisions
+from fxzero.runtime.optimizers import OptimizerLayout
 from fxzero.settings import check_types
 
 

@@ -21,12 +21,12 @@ from torch import fx
 from fxzero.errors import ConfigError
 from fxzero.graph import Phase, Stamp, StepGraph
 from fxzero.graph.launch import emit_transfer, record_for
-from fxzero.groups import Group
-from fxzero.layout import Axis, AxisRole
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.passes.update import Ready, ready_together
+from fxzero.ranks.groups import Group
 from fxzero.runtime import updates
 from fxzero.runtime.finite import Finite
+from fxzero.sharding.layout import Axis, AxisRole
 from fxzero.transfer import TransferKind
 
 _aten = torch.ops.aten

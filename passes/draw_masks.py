@@ -21,7 +21,7 @@ from fxzero.graph import StepGraph
 from fxzero.graph.operators import is_random
 from fxzero.graph.stamps import stamp_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
-from fxzero.runtime.cutout import is_lowerable, same_region
+from fxzero.regions.cutout import is_lowerable, same_region
 from fxzero.runtime.random import dropout_mask
 
 _aten = torch.ops.aten

@@ -24,8 +24,8 @@ from fxzero.cost.workspace import region_bytes
 from fxzero.graph import Lane, Role, StepGraph
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
-from fxzero.runtime.cutout import Cutout, cut_out, move_parts_together, runs
-from fxzero.runtime.regions import CACHE, Region, Structure
+from fxzero.regions.cutout import Cutout, cut_out, move_parts_together, runs
+from fxzero.regions.region import CACHE, Region, Structure
 
 
 class RegionBackend(StrEnum):

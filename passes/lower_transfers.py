@@ -23,8 +23,8 @@ from fxzero.graph.aliases import view_base
 from fxzero.graph.launch import Call
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.graph.step_graph import TransferNodes
-from fxzero.groups import backend_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.ranks.groups import backend_of
 from fxzero.runtime import collectives
 from fxzero.transfer import Transfer, TransferKind
 

@@ -22,7 +22,7 @@ from fxzero.graph import Lane, StepGraph
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.passes.base import Context, Fact, Notes
 from fxzero.passes.decision import DecidingPass, Decision
-from fxzero.runtime.cutout import move_parts_together
+from fxzero.regions.cutout import move_parts_together
 from fxzero.schedule.engine import TaskGraph, replay
 from fxzero.schedule.keep import keep, keepable
 from fxzero.schedule.problem import Outline, Problem

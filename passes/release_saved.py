@@ -24,7 +24,7 @@ from fxzero.graph.aliases import root, view_base
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
-from fxzero.runtime.cutout import end_of_run
+from fxzero.regions.cutout import end_of_run
 
 MIN_BYTES = 1 << 12
 """Smaller tensors are not worth a call."""

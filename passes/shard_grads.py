@@ -23,9 +23,9 @@ from fxzero.graph import Lane, Phase, Role, Segment, Stamp, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.launch import emit_transfer, record_for
 from fxzero.graph.stamps import stamp_of
-from fxzero.params import GradSync, ParamSpec
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.runtime.updates import laid_out_like
+from fxzero.sharding.params import GradSync, ParamSpec
 from fxzero.transfer import TransferKind
 
 _aten = torch.ops.aten

@@ -26,8 +26,8 @@ from fxzero.graph.launch import emit_transfer, record_for
 from fxzero.graph.operators import is_cast_or_copy
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.graph.step_graph import source_line
-from fxzero.params import ParamSpec
 from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.sharding.params import ParamSpec
 
 _aten = torch.ops.aten
 

@@ -29,8 +29,8 @@ from fxzero.graph.launch import (
 )
 from fxzero.graph.modules import module_path
 from fxzero.graph.stamps import set_stamp, stamp_of
-from fxzero.params import layer_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.sharding.params import layer_of
 
 _ROLES = {
     torch.ops.fxzero.unshard.default: Role.UNSHARD,

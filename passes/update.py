@@ -21,9 +21,9 @@ from torch import fx
 
 from fxzero.graph import Phase, Role, Stamp, StepGraph
 from fxzero.graph.stamps import set_stamp, stamp_of
-from fxzero.optimizers import Kernel, OptimizerLayout
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.runtime import updates
+from fxzero.runtime.optimizers import Kernel, OptimizerLayout
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from torch import Tensor, fx
 
 from fxzero.graph import StepGraph
 from fxzero.graph.launch import wait
-from fxzero.params import ParamSpec
 from fxzero.runtime import collectives
+from fxzero.sharding.params import ParamSpec
 
 _c10d = torch.ops._c10d_functional
 _fxzero = torch.ops.fxzero

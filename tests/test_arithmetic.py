@@ -14,7 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 import fxzero
 from fxzero.inspect.capture import fake_ranks
-from fxzero.sharded_value import ShardedValue, is_arithmetic
+from fxzero.sharding.sharded_value import ShardedValue, is_arithmetic
 from tests.work import calls
 
 

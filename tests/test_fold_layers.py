@@ -14,15 +14,15 @@ from torch.testing import assert_close
 
 import fxzero
 from examples.models import GPT, GPTConfig
-from fxzero import fold_layers
 from fxzero.backend import Compilation
-from fxzero.fold_layers import Folds, Layer
+from fxzero.capture import fold_layers
+from fxzero.capture.fold_layers import Folds, Layer
+from fxzero.compiler.run import run_passes
 from fxzero.graph import StepGraph
 from fxzero.graph.stamps import stamp_of
 from fxzero.inspect.capture import fake_ranks
 from fxzero.passes import StampNodes
 from fxzero.passes.base import Context
-from fxzero.passes.pipeline import run_passes
 from tests.tracing import observed
 
 WIDTH = 8

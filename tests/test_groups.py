@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from fxzero import ShardingError, init_distributed
-from fxzero.groups import Group, axes_of, backend_of, resolve_mesh
 from fxzero.inspect.capture import fake_ranks
-from fxzero.layout import AxisRole, Layout
+from fxzero.ranks.groups import Group, axes_of, backend_of, resolve_mesh
+from fxzero.sharding.layout import AxisRole, Layout
 from fxzero.transfer import TransferKind
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

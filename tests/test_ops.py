@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxzero import CaptureError
-from fxzero.groups import Group
-from fxzero.layout import Axis, AxisRole, Layout
-from fxzero.ops import pad_rows
-from fxzero.params import GradSync, ModelState, ParamSpec, register
+from fxzero.ranks.groups import Group
+from fxzero.sharding.layout import Axis, AxisRole, Layout
+from fxzero.sharding.ops import pad_rows
+from fxzero.sharding.params import GradSync, ModelState, ParamSpec, register
 
 _ops = torch.ops.fxzero
 _REDUCE = GradSync.REDUCE.value

@@ -15,10 +15,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.testing import assert_close
 
 import fxzero
-from fxzero import proven_kernels
 from fxzero.errors import FxZeroWarning
-from fxzero.optimizers import kernels_of, proven_kernel_of
-from fxzero.runtime import updates
+from fxzero.runtime import proven_kernels, updates
+from fxzero.runtime.optimizers import kernels_of, proven_kernel_of
 from tests.work import calls
 
 EAGER: dict[str, Any] = {"lower_regions": {"backend": "eager"}}
@@ -194,7 +193,7 @@ def test_a_wrong_kernel_is_not_chosen(
 
 def test_fused_on_purpose_where_it_is_wrong_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """The optimizer's own step would run the same kernel: nobody but the user can choose."""
-    monkeypatch.setattr("fxzero.optimizers.is_proven", lambda *_: False)
+    monkeypatch.setattr("fxzero.runtime.optimizers.is_proven", lambda *_: False)
     optimizer = SGD([nn.Parameter(torch.ones(3))], lr=0.1, fused=True)
     with pytest.warns(FxZeroWarning, match="Drop fused=True"):
         assert proven_kernel_of(optimizer, optimizer.param_groups[0]) is None

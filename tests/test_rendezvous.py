@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fxzero
-from fxzero import rendezvous
 from fxzero.errors import ShardingError
-from fxzero.runtime import watch
+from fxzero.ranks import rendezvous, watch
 from tests.parity.harness import Pools
 from tests.runtime.test_watch import SOON, Said
 

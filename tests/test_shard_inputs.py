@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fxzero
 from fxzero._compat import init_fake_process_group, local_tensor
-from fxzero.shard_inputs import take_local_tensors, with_parameters
+from fxzero.capture.shard_inputs import take_local_tensors, with_parameters
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import types
 import torch
 from torch import nn
 
-from fxzero.whereabouts import in_forward
+from fxzero.sharding.whereabouts import in_forward
 
 
 class Asks(nn.Module):

@@ -16,9 +16,9 @@ from torch import nn
 
 import fxzero
 from fxzero import Config, ConfigError
+from fxzero.cost.settings import CostKind, CostSettings
 from fxzero.passes import Bucket, LowerKernels, LowerRegions, Prefetch, Recompute
 from fxzero.passes.lower_regions import RegionBackend
-from fxzero.schedule.settings import CostKind, CostSettings
 
 HUGE = 1 << 64
 TENSOR = torch.ones(())

@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import fxzero
 from fxzero import backend
 from fxzero.backend import Compilation
+from fxzero.compiler.run import PassRecord, run_passes
 from fxzero.graph import Phase, Role, StepGraph
 from fxzero.graph.cut import Sides, crossing, cut
 from fxzero.graph.stamps import stamp_of
 from fxzero.inspect.capture import fake_ranks
-from fxzero.params import GradSync, ModelState, grad_sync
 from fxzero.passes import (
     Bucket,
     Context,
@@ -38,9 +38,9 @@ from fxzero.passes import (
     ShardParams,
     StampNodes,
 )
-from fxzero.passes.pipeline import PassRecord, run_passes
 from fxzero.passes.release_saved import private_saved
-from fxzero.sharding import model_state
+from fxzero.sharding.params import GradSync, ModelState, grad_sync
+from fxzero.sharding.shard import model_state
 
 BY_LAYER: dict[str, Any] = {"bucket": {"min_bytes": 0}, "prefetch": {"distance": 1}}
 """A bucket a layer, gathered one ahead: by cost, tiny layers would all travel together."""

@@ -16,7 +16,7 @@ from fxzero import __version__
 from fxzero.cli import tables
 from fxzero.cli.failures import as_sentences
 from fxzero.cli.options import options_yaml
-from fxzero.config import Config
+from fxzero.compiler.config import Config
 from fxzero.errors import ConfigError, nearest
 from fxzero.inspect import Analysis, capture
 from fxzero.inspect.target import load

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
-from fxzero.config import Config
+from fxzero.compiler.config import Config
 from fxzero.settings import fields_of
 
 HEADER = """\

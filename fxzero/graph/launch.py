@@ -22,7 +22,7 @@ from fxzero._compat import resolve_process_group
 from fxzero.graph.operators import num_bytes, tensor_bytes
 from fxzero.graph.stamps import Lane, Role, Stamp
 from fxzero.graph.step_graph import StepGraph
-from fxzero.layout import Axis
+from fxzero.sharding.layout import Axis
 from fxzero.transfer import Transfer, TransferKind
 
 _c10d = torch.ops._c10d_functional

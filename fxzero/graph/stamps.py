@@ -81,7 +81,7 @@ class Stamp:
     lane: Lane = Lane.COMPUTE
     role: Role = Role.COMPUTE
     layer: str = ""
-    """The repeated block it belongs to: see `fxzero.params.layer_of`."""
+    """The repeated block it belongs to: see `fxzero.sharding.params.layer_of`."""
     params: tuple[str, ...] = ()
     """Keys of the parameters that it moves."""
     bucket: str = ""

@@ -15,7 +15,7 @@ from torch import fx
 from fxzero._compat import fake_mode_of
 from fxzero.errors import VerificationError
 from fxzero.graph.stamps import Phase, Role, Segment, Stamp, has_stamp, set_stamp, stamp_of
-from fxzero.params import ParamSpec
+from fxzero.sharding.params import ParamSpec
 from fxzero.transfer import Transfer
 
 _DTYPE_NAMES = {

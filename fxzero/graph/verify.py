@@ -15,7 +15,7 @@
     randomness    a random node is never run twice
 
 That all ranks run the same sequence of collectives is compared when they run: see
-`fxzero.runtime.agree`.
+`fxzero.ranks.agree`.
 A failure shows the node, ten nodes either side, the user's source line and what to do.
 """
 

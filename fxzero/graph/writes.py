@@ -16,9 +16,9 @@ from torch import Tensor, fx
 
 from fxzero._compat import storage_identity
 from fxzero.errors import CaptureError
-from fxzero.full_parameter import HOW_TO_WRITE
 from fxzero.graph.step_graph import source_line
-from fxzero.params import spec_of
+from fxzero.sharding.full_parameter import HOW_TO_WRITE
+from fxzero.sharding.params import spec_of
 
 _UNSHARD = (torch.ops.fxzero.unshard, torch.ops.fxzero.unshard.default)
 _IN_PLACE = {

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fxzero.backend import Compilation
+from fxzero.compiler.run import PassRecord
 from fxzero.graph import Phase, StepGraph
 from fxzero.graph.steady import runs_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.inspect.capture import Capture
 from fxzero.passes.lower_regions import RegionBackend
-from fxzero.passes.pipeline import PassRecord
 from fxzero.schedule.simulate import simulate, simulate_memory
 
 

@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
 from fxzero import _compat, backend
+from fxzero.compiler.config import Config
 from fxzero.compiler.plan import Plan
-from fxzero.config import Config
 from fxzero.errors import CaptureError, ConfigError
 from fxzero.inspect.target import Batch, model_and_batch
-from fxzero.runtime.regions import fresh_cache
-from fxzero.sharding import shard
+from fxzero.regions.region import fresh_cache
+from fxzero.sharding.shard import shard
 from fxzero.step import compile_step
 
 

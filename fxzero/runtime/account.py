@@ -15,8 +15,8 @@ from torch import fx
 from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.steady import runs_of
-from fxzero.runtime.agree import Account, channel_of
-from fxzero.runtime.places import user_line
+from fxzero.ranks.agree import Account, channel_of
+from fxzero.ranks.places import user_line
 from fxzero.transfer import Transfer, TransferKind
 
 

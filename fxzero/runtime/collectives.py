@@ -6,7 +6,7 @@ assembles a flat scratch copy and its reduce-scatter is an all-reduce inside; me
 two ranks and 12.6 MB, messages take half of the all-gather's time and no memory.
 Messages between two ranks match in the order of their launches and by the tag of the graph
 that runs; that the other ranks run the same graph is compared before the first wait: see
-`fxzero.runtime.agree`.
+`fxzero.ranks.agree`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fxzero._compat import free_storage, launch_all_reduce, resolve_process_group
-from fxzero.runtime.agree import now, settle
+from fxzero.ranks.agree import now, settle
 
 _joined: deque[Any] = deque(maxlen=16)
 """The last all-reduces that were waited for. When a handle dies with its wait, gloo's

@@ -13,15 +13,15 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxzero._compat import below_autograd
-from fxzero.full_parameter import check_returned_copies
-from fxzero.gradients import note_reduced
 from fxzero.graph import Lane, StepGraph
 from fxzero.graph.steady import find_loop, runs_of
 from fxzero.graph.verify import check_constants
-from fxzero.params import ModelState, Traffic
-from fxzero.runtime import agree, lost
+from fxzero.ranks import agree, lost
 from fxzero.runtime.account import account_of
 from fxzero.runtime.looped import looped
+from fxzero.sharding.full_parameter import check_returned_copies
+from fxzero.sharding.gradients import note_reduced
+from fxzero.sharding.params import ModelState, Traffic
 
 
 def traffic_of(graph: StepGraph) -> Traffic:

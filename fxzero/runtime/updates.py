@@ -1,7 +1,7 @@
 """What changes parameters at the end of a step: torch's fused kernels, and what guards them.
 
 Each update takes the shards of a bucket, their gradients, the optimizer's state for them
-(one list per name in `fxzero.optimizers.Kernel.state`) and the parameter group itself, so
+(one list per name in `fxzero.runtime.optimizers.Kernel.state`) and the parameter group itself, so
 that a learning rate or any other number in it may change from step to step.
 
     scale   what gradients are multiplied by first: clipping, and the loss scale's inverse

@@ -29,9 +29,9 @@ from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import num_bytes, tensor_bytes
 from fxzero.graph.stamps import stamp_of
+from fxzero.regions.cutout import end_of_run, runs
+from fxzero.regions.region import Region
 from fxzero.runtime import collectives
-from fxzero.runtime.cutout import end_of_run, runs
-from fxzero.runtime.regions import Region
 from fxzero.transfer import Pool
 
 

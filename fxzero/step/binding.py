@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fxzero import _compat
 from fxzero.errors import CaptureError, ConfigError
 from fxzero.graph import StepGraph
-from fxzero.optimizers import OptimizerLayout, create_state
+from fxzero.runtime.optimizers import OptimizerLayout, create_state
 
 
 class Binder:

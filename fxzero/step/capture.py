@@ -17,19 +17,19 @@ from torch import Tensor, fx, nn
 
 from fxzero import _compat
 from fxzero.backend import Compilation, decompositions_of
-from fxzero.config import Config
+from fxzero.capture.fold_layers import Folds, trace_folded
+from fxzero.capture.mark_inputs import use_markers
+from fxzero.capture.shard_inputs import take_local_tensors
+from fxzero.compiler.config import Config
 from fxzero.errors import CaptureError
-from fxzero.fold_layers import Folds, trace_folded
 from fxzero.graph import StepGraph
 from fxzero.graph.steady import UNROLLED, NotSteadyError
 from fxzero.graph.writes import refuse_writes
-from fxzero.mark_inputs import use_markers
-from fxzero.optimizers import OptimizerLayout, create_state
-from fxzero.params import ParamSpec
 from fxzero.passes.base import Context, Fact, Pass
 from fxzero.runtime.cuda_graph import CudaGraphStep
 from fxzero.runtime.executor import executable
-from fxzero.shard_inputs import take_local_tensors
+from fxzero.runtime.optimizers import OptimizerLayout, create_state
+from fxzero.sharding.params import ParamSpec
 from fxzero.step.binding import Binder
 
 log = logging.getLogger("fxzero")

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
 from fxzero.errors import BatchError, ConfigError
-from fxzero.params import ParamSpec
+from fxzero.sharding.params import ParamSpec
 
 
 def check_micro_batches(count: int) -> int:

@@ -21,11 +21,11 @@ from torch.utils import _pytree as pytree
 
 from fxzero import backend
 from fxzero._compat import graph_break_errors, local_tensor
-from fxzero.config import Config
+from fxzero.compiler.config import Config
 from fxzero.errors import CaptureError
-from fxzero.params import ModelState
 from fxzero.runtime.updates import clip_coefficient, stop_unless_finite
-from fxzero.sharding import no_sync
+from fxzero.sharding.params import ModelState
+from fxzero.sharding.shard import no_sync
 
 Result = tuple[Tensor, Tensor | None, Tensor | None]
 """The mean loss, the gradients' norm, and one if the step must be skipped."""

@@ -18,16 +18,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from fxzero import _compat, backend
-from fxzero.before_step import before_step, refuse_strangers
-from fxzero.buffers import sync_buffers
-from fxzero.config import Config
+from fxzero.compiler.config import Config
 from fxzero.errors import BatchError, CaptureError, ConfigError, FxZeroError, FxZeroWarning
-from fxzero.gradients import hooks_of_users
-from fxzero.identity import as_now
-from fxzero.optimizers import OptimizerLayout, kernels_of
-from fxzero.params import GradSync, ModelState, ParamSpec, register
-from fxzero.precision import LossScale, Precision, set_precision
-from fxzero.sharding import model_state, param_specs, shard
+from fxzero.runtime.optimizers import OptimizerLayout, kernels_of
+from fxzero.sharding.before_step import before_step, refuse_strangers
+from fxzero.sharding.buffers import sync_buffers
+from fxzero.sharding.gradients import hooks_of_users
+from fxzero.sharding.identity import as_now
+from fxzero.sharding.params import GradSync, ModelState, ParamSpec, register
+from fxzero.sharding.precision import LossScale, Precision, set_precision
+from fxzero.sharding.shard import model_state, param_specs, shard
 from fxzero.step.binding import Binder
 from fxzero.step.capture import SeveralGraphsError, compile_graph
 from fxzero.step.checks import (

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 import fxzero
 from fxzero import ConfigError
 from fxzero.cli.app import app
-from fxzero.config import Config
+from fxzero.compiler.config import Config
 from fxzero.graph import Role, StepGraph
 from fxzero.inspect import Capture, capture
-from fxzero.sharding import model_state
+from fxzero.sharding.shard import model_state
 from tests.parity.harness import Pools
 from tests.tracing import chain, scheduled
 

@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from fxzero.compiler.run import run_passes
 from fxzero.inspect.capture import fake_ranks
 from fxzero.passes import Context, Fact, LowerTransfers, Prefetch, ReleaseSaved
-from fxzero.passes.pipeline import run_passes
 from tests import tracing
 from tests.stepping import EAGER, chain_of, step_graph
 from tests.tracing import scheduled, sides

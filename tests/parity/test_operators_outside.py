@@ -16,7 +16,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fxzero.errors import FxZeroError
-from fxzero.sharded_value import ShardedValue
+from fxzero.sharding.sharded_value import ShardedValue
 from tests.parity.harness import Pools
 
 SAMPLES = 1

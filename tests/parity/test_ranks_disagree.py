@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fxzero
 from fxzero.errors import RankLostError, RanksDisagreeError
-from fxzero.runtime import agree, watch
+from fxzero.ranks import agree, watch
 from tests.parity.harness import Pools, RanksFailedError
 from tests.parity.sharded import compile_eagerly, first_and_last_stage, on_two_ranks
 from tests.runtime.test_watch import SOON

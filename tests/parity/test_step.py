@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import fxzero
-from fxzero.optimizers import is_patched
+from fxzero.runtime.optimizers import is_patched
 from tests.pairwise import pairwise
 from tests.parity.harness import Pools
 from tests.parity.models import EXAMPLES, Batch, Example

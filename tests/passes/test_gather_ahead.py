@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxzero.config import Config
+from fxzero.compiler.config import Config
 from fxzero.graph import Role, StepGraph
 from fxzero.graph.stamps import stamp_of
 from tests import stepping

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import fxzero
 from fxzero import _compat, backend
 from fxzero.backend import Compilation
+from fxzero.compiler.run import PassRecord
 from fxzero.errors import ConfigError
 from fxzero.kernels import chunked_cross_entropy
-from fxzero.passes.pipeline import PassRecord
 from fxzero.schedule.simulate import simulate_memory
 from fxzero.schedule.storage import Kind
 from tests.pairwise import pairwise

@@ -14,8 +14,8 @@ from fxzero.graph import Role, StepGraph
 from fxzero.graph.stamps import stamp_of
 from fxzero.passes import Context, LowerRegions, ReleaseSaved
 from fxzero.passes.lower_regions import RegionBackend
-from fxzero.runtime.cutout import Cutout, cut_out, move_parts_together, runs
-from fxzero.runtime.regions import RegionCache, Structure, structure_key
+from fxzero.regions.cutout import Cutout, cut_out, move_parts_together, runs
+from fxzero.regions.region import RegionCache, Structure, structure_key
 from tests.tracing import observed, of, sides
 
 

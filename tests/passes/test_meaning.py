@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fxzero.compiler.run import run_passes
 from fxzero.graph import StepGraph
 from fxzero.passes import Bucket, Context, Fact, Prefetch
-from fxzero.passes.pipeline import run_passes
 from tests import simulated_ranks, tracing
 from tests.tracing import up_to
 

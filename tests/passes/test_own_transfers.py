@@ -15,8 +15,8 @@ from fxzero.cost import FixedCosts
 from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.stamps import stamp_of
 from fxzero.inspect.capture import fake_ranks
+from fxzero.regions.cutout import is_lowerable
 from fxzero.runtime.account import collectives_digest
-from fxzero.runtime.cutout import is_lowerable
 from fxzero.schedule.problem import Outline
 from fxzero.schedule.simulate import simulate
 from fxzero.transfer import TransferKind

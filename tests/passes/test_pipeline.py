@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from fxzero.compiler.run import PassRecord, check_contracts, run_passes
 from fxzero.errors import ContractError, PassError, VerificationError
 from fxzero.graph import Stamp, StepGraph
 from fxzero.graph.stamps import stamp_of
@@ -24,7 +25,6 @@ from fxzero.passes import (
     ShardParams,
     StampNodes,
 )
-from fxzero.passes.pipeline import PassRecord, check_contracts, run_passes
 from tests.tracing import chain, find, trace, up_to
 
 

@@ -10,12 +10,12 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 
+from fxzero.compiler.run import run_passes
 from fxzero.graph import Role, StepGraph
 from fxzero.graph.aliases import root
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.verify import verify
 from fxzero.passes import Context, Fact, Notes, Recompute, ReleaseSaved
-from fxzero.passes.pipeline import run_passes
 from fxzero.passes.release_saved import last_reader
 from tests.tracing import chain, find, of, of_role, sides, texts, words
 

@@ -12,8 +12,8 @@ from fxzero.errors import PassError
 from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import Transfer
-from fxzero.params import GradSync
 from fxzero.passes import Context, ShardGrads
+from fxzero.sharding.params import GradSync
 from tests.passes.test_shard_params import Scaled, scaled, tied, twice
 from tests.tracing import (
     chain,

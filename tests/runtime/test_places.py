@@ -7,7 +7,7 @@ import sys
 import torch
 from torch import nn
 
-from fxzero.runtime.places import is_library, place_of, user_line, user_line_of
+from fxzero.ranks.places import is_library, place_of, user_line, user_line_of
 
 _STACK = """  File "/home/me/train.py", line 7, in main
     loss = model(x)

@@ -21,8 +21,8 @@ from torch import nn
 
 import fxzero
 from fxzero.errors import ConfigError, RankLostError, RanksDisagreeError
-from fxzero.runtime import lost, watch
-from fxzero.runtime.status import Limits
+from fxzero.ranks import lost, watch
+from fxzero.ranks.status import Limits
 from tests.parity.harness import Pools, RanksFailedError
 from tests.parity.sharded import compile_eagerly
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 import fxzero
 from fxzero import backend
 from fxzero.backend import Compilation
+from fxzero.cost.measured import CostFile, MeasuredCosts
 from fxzero.errors import ConfigError
 from fxzero.inspect import capture
-from fxzero.schedule.measured import CostFile, MeasuredCosts
 from fxzero.transfer import Transfer, TransferKind
 from tests.parity.harness import Pools
 from tests.tracing import Chain, chain

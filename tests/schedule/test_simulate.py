@@ -11,12 +11,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 from fxzero.cli.app import app
+from fxzero.compiler.run import run_passes
 from fxzero.cost import FixedCosts
 from fxzero.graph import Lane
 from fxzero.inspect import capture
 from fxzero.inspect.trace import chrome_trace, write_trace
 from fxzero.passes import Bucket, Context, Prefetch
-from fxzero.passes.pipeline import run_passes
 from fxzero.schedule.engine import Task, TaskGraph
 from fxzero.schedule.simulate import Program, simulate, simulate_memory
 from tests.stepping import EAGER, chain_of, compiled_step, step_graph

@@ -667,7 +667,7 @@ class TestLossScale:
 
     def scale(self, **fields: Any) -> Any:
         """A loss scale by its rule."""
-        from fxzero.precision import LossScale
+        from fxzero.sharding.precision import LossScale
 
         return LossScale(fxzero.Precision(torch.float16, **fields))
 

@@ -98,14 +98,14 @@ FAULTS = (
     ),
     Fault(
         "eager gradients are averaged over one of two axes",
-        "fxzero/ops.py",
+        "fxzero/sharding/ops.py",
         "    for group in spec.replica_groups:\n",
         "    for group in spec.replica_groups[1:]:\n",
         "tests/parity/test_sharding.py::test_two_axis_mesh_uncompiled[3-4]",
     ),
     Fault(
         "what reaches a parameter around its marker is not reduced",
-        "fxzero/gradients.py",
+        "fxzero/sharding/gradients.py",
         "return None if seen == now or gradient.numel() == 0 else _synchronised(gradient, key)",
         "return None",
         "tests/parity/test_habits.py::test_habit[InATuple-2]",

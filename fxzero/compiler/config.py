@@ -1,0 +1,122 @@
+"""Typed settings: one dataclass, filled alike from ``options={...}`` and from Hydra.
+
+A pass is its own settings, so `Config` is a record of passes. An unknown key is an
+error that names the nearest right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fxzero.cost.settings import CostSettings
+from fxzero.passes import (
+    Accumulate,
+    Bucket,
+    ClipGrads,
+    DrawMasks,
+    GatherAhead,
+    LowerKernels,
+    LowerRegions,
+    LowerTransfers,
+    Pass,
+    Prefetch,
+    Recompute,
+    ReleaseSaved,
+    ShardGrads,
+    ShardParams,
+    StampNodes,
+    Update,
+)
+from fxzero.passes.lower_regions import RegionBackend
+from fxzero.settings import build, check_types
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that can be set about a compilation."""
+
+    strict: bool = False
+    """Settings that cannot take effect are errors, not warnings."""
+    keep_text: bool = False
+    """Record the graph's text before and after each pass, for diffs."""
+    stop_unless_finite: bool = False
+    """In whole steps: raise NonFiniteGradientError, with the parameters' names, before a gradient
+    that is infinite or not a number changes anything. (fp16 skips such steps instead.)"""
+    cuda_graph: bool = False
+    """In whole steps on CUDA: replay the step as one CUDA graph. Not for optimizers that run
+    their own ``step()``, nor with `stop_unless_finite`, which waits for the GPU."""
+    plan: str = ""
+    """A file of decisions to replay to the letter instead of deciding: see
+    ``fxzero inspect --plan``."""
+    cost: CostSettings = field(default_factory=CostSettings)
+    lower_kernels: LowerKernels = field(default_factory=LowerKernels)
+    recompute: Recompute = field(default_factory=Recompute)
+    bucket: Bucket = field(default_factory=Bucket)
+    prefetch: Prefetch = field(default_factory=Prefetch)
+    gather_ahead: GatherAhead = field(default_factory=GatherAhead)
+    lower_regions: LowerRegions = field(default_factory=LowerRegions)
+
+    def __post_init__(self) -> None:
+        check_types(self, "options")
+
+    @staticmethod
+    def from_options(options: Mapping[str, Any] | Config | None) -> Config:
+        """Read ``options={...}``: ``{"prefetch": {"distance": 2}, "strict": True}``.
+
+        Raises:
+            ConfigError: an unknown key, or a value that a setting cannot take.
+        """
+        if isinstance(options, Config):
+            return options
+        return build(Config, {} if options is None else options, "options")
+
+    def joint_passes(self) -> list[Pass]:
+        """The passes of the whole step graph, in order."""
+        return [
+            StampNodes(),
+            self.lower_kernels,
+            self.recompute,
+            ShardParams(),
+            ShardGrads(),
+            self.bucket,
+            self.prefetch,
+        ]
+
+    def step_passes(
+        self, micro_batches: int, max_norm: float | None, scaled: bool, *, unroll: bool = False
+    ) -> list[Pass]:
+        """The passes of a graph that ends in the update, in order.
+
+        Args:
+            max_norm: what gradients are clipped to.
+            scaled: whether the loss is scaled.
+            unroll: whether the graph holds all micro-batches, however many there are.
+        """
+        stop = self.stop_unless_finite and not scaled
+        return [
+            StampNodes(),
+            self.lower_kernels,
+            self.recompute,
+            Accumulate(micro_batches, unroll),
+            ShardParams(),
+            ShardGrads(),
+            self.bucket,
+            ClipGrads(max_norm=max_norm, unscale=scaled, stop_unless_finite=stop),
+            Update(),
+            self.prefetch,
+        ]
+
+    def side_passes(self) -> list[Pass]:
+        """The passes of each side of the cut, in order."""
+        fuses = self.lower_regions.backend is RegionBackend.INDUCTOR
+        masks = [DrawMasks()] if fuses else []
+        return [LowerTransfers(), ReleaseSaved(), *masks, self.lower_regions]
+
+    def lowering_passes(self) -> list[Pass]:
+        """The passes that make a scheduled whole step callable, in order."""
+        # A CUDA graph replays the same memory: nothing can be in flight between two steps.
+        ahead = replace(self.gather_ahead, enabled=False) if self.cuda_graph else self.gather_ahead
+        first, *others = (p for p in self.side_passes() if not isinstance(p, ReleaseSaved))
+        return [first, ahead, *others]

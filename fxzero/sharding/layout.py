@@ -1,0 +1,93 @@
+"""How a parameter lies on a mesh: a role for each axis, from which its transfers follow.
+
+    axis role    a rank holds     before a use    gradient
+    shard        a part of dim 0  all-gather      reduce-scatter
+    replicate    the same as all  nothing         all-reduce
+
+ZeRO on one axis is ``(shard,)``, HSDP ``(replicate, shard)``; stage 0 replicates along every
+axis. Another role is a line of the table: a tensor-parallel axis, whose ranks compute with
+parts, would gather nothing and reduce nothing; a pipeline axis holds other parameters
+altogether. What is not a line here is what cuts dim 0 twice: `ParamSpec.local_rows` knows one
+shard axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from fxzero.ranks.groups import Group, axes_of
+from fxzero.transfer import TransferKind
+
+
+class AxisRole(StrEnum):
+    """What the ranks along an axis of a mesh are to a parameter."""
+
+    REPLICATE = "replicate"
+    SHARD = "shard"
+
+
+BEFORE_USE = {AxisRole.SHARD: TransferKind.ALL_GATHER}
+"""What makes the full parameter, where a role needs something."""
+OF_GRADIENT = {
+    AxisRole.SHARD: TransferKind.REDUCE_SCATTER,
+    AxisRole.REPLICATE: TransferKind.ALL_REDUCE,
+}
+"""What makes this rank's reduced gradient of a full one."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a mesh as a parameter sees it."""
+
+    role: AxisRole
+    group: Group
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a parameter's parts are."""
+
+    axes: tuple[Axis, ...] = ()
+    """Those along which something travels, which one rank has no use for; outermost first."""
+    mesh: DeviceMesh | None = None
+    placements: tuple[Placement, ...] = ()
+    """What a DTensor on the mesh says of it, for every axis."""
+
+    @staticmethod
+    def on(mesh: DeviceMesh, roles: Sequence[AxisRole]) -> Layout:
+        """A layout with a role for each axis of a mesh."""
+        axes = map(Axis, roles, axes_of(mesh))
+        return Layout(
+            tuple(axis for axis in axes if axis.group.size > 1),
+            mesh,
+            tuple(Shard(0) if role is AxisRole.SHARD else Replicate() for role in roles),
+        )
+
+    @staticmethod
+    def replicated(*groups: Group) -> Layout:
+        """The same on all ranks of some groups, outermost first."""
+        return Layout(tuple(Axis(AxisRole.REPLICATE, group) for group in groups))
+
+    @property
+    def gathers(self) -> tuple[tuple[TransferKind, Axis], ...]:
+        """What makes a full parameter of this rank's part, in order."""
+        return tuple((BEFORE_USE[a.role], a) for a in self.axes[::-1] if a.role in BEFORE_USE)
+
+    @property
+    def reductions(self) -> tuple[tuple[TransferKind, Axis], ...]:
+        """What makes this rank's reduced gradient of a full one, in order: the innermost axis
+        first, which joins the nearest ranks and leaves least for the others."""
+        return tuple((OF_GRADIENT[a.role], a) for a in self.axes[::-1] if a.role in OF_GRADIENT)
+
+    def groups_of(self, role: AxisRole) -> tuple[Group, ...]:
+        """The groups of the axes of a role, innermost first."""
+        return tuple(axis.group for axis in self.axes[::-1] if axis.role is role)
+
+
+WHOLE = Layout()
+"""Of a parameter that one rank has to itself."""

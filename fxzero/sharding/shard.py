@@ -1,0 +1,464 @@
+"""`fxzero.shard`: parameters become shards, and a forward that reads one gets it in full.
+
+`state_dict`, `parameters()`, optimizers and everybody outside of a forward see the shards; a
+forward, as its author wrote it, sees full parameters: see `markers` and `identity` beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from fxzero._compat import (
+    collect_only_new_objects_in_dynamo,
+    is_fake,
+    keep_layout,
+    let_anomaly_mode_read_dtensors,
+    return_free_memory,
+)
+from fxzero.errors import FxZeroWarning, ShardingError
+from fxzero.ranks import watch
+from fxzero.ranks.agree import make_channel
+from fxzero.ranks.groups import resolve_mesh
+from fxzero.ranks.rendezvous import compare_models, describe
+from fxzero.sharding import materialize
+from fxzero.sharding.before_step import watch_optimizers
+from fxzero.sharding.buffers import BufferSync
+from fxzero.sharding.gradients import reduce_what_arrives
+from fxzero.sharding.identity import (
+    ShardedParameter,
+    hand_over,
+    optimizers_of,
+    refuse_alive,
+    refuse_shared_memory,
+    refuse_used_optimizers,
+    stand_in,
+)
+from fxzero.sharding.layout import AxisRole, Layout
+from fxzero.sharding.markers import KEYS, STATE, cast_inputs, mark, read_by_name
+from fxzero.sharding.params import (
+    KEY,
+    GradSync,
+    ModelState,
+    ParamSpec,
+    Traffic,
+    grad_sync,
+    is_known,
+    next_model_number,
+    register,
+    remember,
+)
+from fxzero.sharding.shard_state import guard
+
+_SPECS = "_fxzero_specs"
+
+MIXED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Torch normalises low-precision inputs with these modules' own, fp32 parameters, beside
+statistics that stay fp32 buffers; it takes no mixture of the two."""
+
+
+def shard(
+    model: nn.Module,
+    zero: int = 0,
+    *,
+    mesh: DeviceMesh | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    ignored: Collection[nn.Parameter] = (),
+    broadcast_buffers: bool = True,
+) -> nn.Module:
+    """Shard a model's parameters for ZeRO training, in place.
+
+    Args:
+        model: any module on CPU, CUDA or the meta device. Values are taken from rank 0.
+            Meta modules are initialised one by one by their own ``reset_parameters()``
+            (then by the model's ``_init_weights(module)``, if it has one) and sharded at
+            once, so that no rank ever holds the whole model.
+        zero: the ZeRO stage. 0 replicates parameters and all-reduces gradients; 1 to 3
+            keep a ``DTensor`` ``Shard(0)`` of every parameter and differ in how long full
+            parameters and gradients live. 0-d parameters stay replicated.
+        mesh: one axis to shard over (default: all ranks), or two: replicate, shard.
+        param_dtype: compute in this dtype: shards are cast before they are gathered and
+            floating-point inputs of the model on entry. Master shards keep their dtype, and
+            so do buffers and the parameters of BatchNorm.
+        reduce_dtype: dtype in which gradients are reduced; default: the compute dtype.
+        ignored: parameters to leave alone. Their gradients are not reduced.
+        broadcast_buffers: buffers that a forward changes, such as BatchNorm's statistics,
+            become rank 0's after it, as in ``DistributedDataParallel``. False lets every rank
+            keep its own.
+
+    Returns:
+        The same module. In a single process nothing is split and nothing communicates.
+
+    Raises:
+        ShardingError: the model is sharded already, a parameter is not a leaf or is a
+            DTensor, the mesh does not match the world, a meta module cannot be
+            initialised. The model is then untouched.
+    """
+    let_anomaly_mode_read_dtensors()
+    collect_only_new_objects_in_dynamo()
+    ignored_ids = {id(parameter) for parameter in ignored}
+    _check(model, zero, param_dtype, reduce_dtype, ignored_ids, mesh)
+    mesh = resolve_mesh(mesh, _device_type(model, mesh))
+    if mesh is not None:
+        _compare_ranks(model, mesh, zero, param_dtype, reduce_dtype, len(ignored_ids))
+    originals = dict(model.named_parameters())
+    optimizers = optimizers_of(originals.values()) if mesh is not None else []
+    if mesh is not None and zero > 0:
+        refuse_used_optimizers(originals, optimizers)
+        refuse_alive(originals)
+    state = ModelState(zero=zero, number=next_model_number())
+    make_spec = _spec_maker(state, mesh, param_dtype, reduce_dtype)
+    setattr(model, STATE, state)
+    specs: dict[str, ParamSpec] = {}
+    replaced_by = _shard_modules(model, mesh, make_spec, specs, ignored_ids)
+    setattr(model, _SPECS, specs)  # keeps the specs alive as long as the model
+    hand_over(replaced_by, optimizers)
+    if mesh is not None:
+        groups = [mesh.get_group(axis).group_name for axis in range(mesh.ndim)]
+        buffers = BufferSync(model, groups) if broadcast_buffers and mesh.size() > 1 else None
+        state.buffers = buffers or None
+        read_by_name(model, state)
+    if param_dtype is not None:
+        cast_inputs(model, param_dtype)
+    if mesh is not None:
+        if zero > 0:
+            guard(model, mesh)
+        return_free_memory()
+    return model
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Skip gradient reduction for the forwards run inside, and for their backwards.
+
+    Stages 0 and 1: full gradients are kept on each rank and joined to the next
+    synchronised backward, which reduces once (a warning says so if that came earlier, or did
+    not use all of their parameters). Until then ``.grad`` holds zeros; ``zero_grad()``, to None
+    or in place, also forgets what was kept. Use ``loss.backward()``, not
+    ``torch.autograd.grad``. Stages 2 and 3 never keep full gradients: they reduce every
+    micro-batch, the context changes nothing and warns.
+
+    Raises:
+        ShardingError: the model was not sharded by `fxzero.shard`.
+    """
+    state = model_state(model)
+    if state is None:
+        raise ShardingError(
+            "fxzero.no_sync was given a model that fxzero.shard has not seen. "
+            "Call fxzero.shard(model, zero=0) first: stage 0 is plain data parallelism."
+        )
+    if state.zero >= 2:
+        warnings.warn(
+            f"fxzero.no_sync has no effect at zero={state.zero}: full gradients never outlive "
+            "their bucket there, so every micro-batch is reduced. Use zero=1 to reduce once.",
+            FxZeroWarning,
+            stacklevel=3,
+        )
+        yield
+        return
+    with grad_sync(state, GradSync.ACCUMULATE):
+        yield
+
+
+def report(model: nn.Module) -> Traffic:
+    """What the compiled graphs of a sharded model have communicated since `shard`.
+
+    Cumulative: take the difference of two reports for one step.
+
+    Raises:
+        ShardingError: the model was not sharded by `fxzero.shard`.
+    """
+    state = model_state(model)
+    if state is None:
+        raise ShardingError("fxzero.report was given a model that fxzero.shard has not seen")
+    return dataclasses.replace(state.traffic)
+
+
+def model_state(model: nn.Module) -> ModelState | None:
+    """The state that `shard` left on a model, looked for below wrappers too."""
+    for module in model.modules():
+        state = module.__dict__.get(STATE)
+        if isinstance(state, ModelState):
+            return state
+    return None
+
+
+def sharded_module(model: nn.Module) -> nn.Module | None:
+    """The module that `shard` was called on, looked for below wrappers too."""
+    return next((m for m in model.modules() if _SPECS in vars(m)), None)
+
+
+def param_specs(model: nn.Module) -> dict[str, ParamSpec]:
+    """The specs of a sharded model's parameters, by fully qualified name."""
+    module = sharded_module(model)
+    return dict(vars(module)[_SPECS]) if module is not None else {}
+
+
+def replace_specs(module: nn.Module, specs: dict[str, ParamSpec]) -> None:
+    """Lay a sharded module's parameters out anew; keys stay, so its markers find the new ones."""
+    for spec in specs.values():
+        parameter = spec.parameter() if spec.parameter is not None else None
+        if parameter is not None:
+            remember(parameter, spec)
+    setattr(module, _SPECS, {name: register(spec) for name, spec in specs.items()})
+
+
+def _compare_ranks(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    zero: int,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    num_ignored: int,
+) -> None:
+    """See that all ranks shard alike before anything communicates: they would hang, or abort."""
+    for axis in range(mesh.ndim):
+        make_channel(mesh.get_group(axis).group_name)
+    watch.start()
+    watch_optimizers()
+    settings = {
+        "zero": str(zero),
+        "param_dtype": str(param_dtype),
+        "reduce_dtype": str(reduce_dtype),
+        "mesh": str(mesh),
+        "ignored": str(num_ignored),
+    }
+    compare_models({**settings, **describe(dict(model.named_parameters()))})
+
+
+def _check(
+    model: nn.Module,
+    zero: int,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    ignored_ids: set[int],
+    mesh: DeviceMesh | None,
+) -> None:
+    """Refuse what cannot be sharded, before anything is touched."""
+    if not isinstance(model, nn.Module):
+        raise ShardingError(f"fxzero.shard takes an nn.Module, not {type(model).__name__}")
+    if type(zero) is not int or zero not in (0, 1, 2, 3):
+        raise ShardingError(f"zero={zero!r} is no ZeRO stage. Pass 0, 1, 2 or 3.")
+    for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ShardingError(f"{name}={dtype!r} is no floating-point torch.dtype")
+    for path, module in model.named_modules():
+        if STATE in module.__dict__ or KEYS in module.__dict__:
+            raise ShardingError(
+                f"{path or 'the model'!s} was sharded before. Call fxzero.shard once, on the "
+                "outermost module, before wrapping it in torch.compile."
+            )
+    known = set()
+    for name, parameter in model.named_parameters():
+        known.add(id(parameter))
+        if is_known(parameter):
+            raise ShardingError(
+                f"parameter {name} went through fxzero.shard before. Call it once, on the "
+                "outermost module."
+            )
+        if id(parameter) in ignored_ids:
+            continue
+        if isinstance(parameter, DTensor):
+            raise ShardingError(
+                f"parameter {name} is a DTensor ({parameter.placements}) already. Shard with one "
+                "tool: drop the other one, or name the parameter in ignored=."
+            )
+        if is_lazy(parameter):
+            raise ShardingError(
+                f"parameter {name} has no shape yet: its module is lazy. Run one forward before "
+                "fxzero.shard, on a batch like those to come."
+            )
+        if zero > 0 and type(parameter) is not nn.Parameter and not is_fake(parameter):
+            raise ShardingError(
+                f"parameter {name} is a {type(parameter).__name__}, and its shard would be an "
+                "ordinary parameter: isinstance and its own methods would be lost. Make it an "
+                "nn.Parameter (attributes stay), shard with zero=0, or name it in ignored=."
+            )
+        if not parameter.is_leaf:
+            raise ShardingError(
+                f"parameter {name} is not a leaf: it was computed by {parameter.grad_fn}, so an "
+                "optimizer cannot update it. Make it an nn.Parameter of its own."
+            )
+    if zero > 0:
+        refuse_shared_memory(
+            {n: p for n, p in model.named_parameters() if id(p) not in ignored_ids},
+            {n: b for n, b in model.named_buffers() if b.layout is torch.strided},
+        )
+    if not ignored_ids <= known:
+        raise ShardingError("ignored= names a tensor that is no parameter of this model")
+    materialize.check(model)
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ShardingError(f"mesh={mesh!r} is no DeviceMesh. Make one with init_device_mesh().")
+
+
+def _device_type(model: nn.Module, mesh: DeviceMesh | None) -> str:
+    """Where shards will live: the mesh's device, else the model's, else CUDA if there is one."""
+    if mesh is not None:
+        return mesh.device_type
+    kinds = {tensor.device.type for tensor in model.parameters()} - {"meta"}
+    if len(kinds) == 1:
+        return kinds.pop()
+    if torch.distributed.is_initialized():
+        return "cuda" if "nccl" in torch.distributed.get_backend() else "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _spec_maker(
+    state: ModelState,
+    mesh: DeviceMesh | None,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+) -> Callable[[str, nn.Parameter], ParamSpec]:
+    """A function that decides how a parameter is laid out."""
+    replicated, split = Layout(), Layout()
+    if mesh is not None:
+        outer = [AxisRole.REPLICATE] * (mesh.ndim - 1)
+        replicated = Layout.on(mesh, [*outer, AxisRole.REPLICATE])
+        split = Layout.on(mesh, [*outer, AxisRole.SHARD])
+
+    def make(name: str, parameter: nn.Parameter) -> ParamSpec:
+        compute_dtype = parameter.dtype
+        if param_dtype is not None and parameter.is_floating_point():
+            compute_dtype = param_dtype
+        return register(
+            ParamSpec(
+                name=name,
+                key=f"{state.number}/{name}",
+                state=state,
+                shape=tuple(parameter.shape),
+                dtype=parameter.dtype,
+                compute_dtype=compute_dtype,
+                reduce_dtype=reduce_dtype or compute_dtype,
+                layout=split if state.zero > 0 and parameter.dim() > 0 else replicated,
+            )
+        )
+
+    return make
+
+
+def _shard_modules(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    make_spec: Callable[[str, nn.Parameter], ParamSpec],
+    specs: dict[str, ParamSpec],
+    ignored_ids: set[int],
+) -> dict[int, nn.Parameter]:
+    """Materialise, split and mark module after module; tied parameters stay tied.
+
+    Returns:
+        The parameters that have replaced others, by the identity of those.
+    """
+    done: dict[int, tuple[nn.Parameter, ParamSpec]] = {}
+    owned_by: dict[int, tuple[nn.Parameter, nn.Module, str]] = {}  # an id needs a living object
+    owners = list(model.named_modules())
+    device = torch.device(mesh.device_type if mesh is not None else _device_type(model, None))
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    for path, module in owners:
+        originals = {n: p for n, p in module._parameters.items() if p is not None}
+        for name, original in originals.items():
+            owned_by.setdefault(id(original), (original, module, name))
+        tied = {n: done[id(p)][0] for n, p in originals.items() if id(p) in done}
+        materialize.module(model, path, module, device, tied)
+        keys: dict[str, str] = {}
+        for name, original in originals.items():
+            if id(original) in ignored_ids:
+                remember(original)
+                continue
+            if id(original) not in done:
+                full = module._parameters[name]
+                assert full is not None
+                spec = make_spec(f"{path}.{name}" if path else name, full)
+                if isinstance(module, MIXED):
+                    spec = dataclasses.replace(spec, compute_dtype=full.dtype)
+                parameter = _split(full, spec, mesh, device)
+                spec = register(dataclasses.replace(spec, parameter=weakref.ref(parameter)))
+                specs[spec.name] = spec
+                remember(parameter, spec)
+                done[id(original)] = (parameter, spec)
+            parameter, spec = done[id(original)]
+            module._parameters[name] = parameter
+            if mesh is not None:
+                setattr(parameter, KEY, spec.key)
+                if spec.replica_groups and not isinstance(parameter, DTensor):
+                    reduce_what_arrives(parameter, spec)
+            if mesh is not None or spec.compute_dtype != spec.dtype:
+                keys[name] = spec.key
+        mark(module, keys, getattr(model, STATE))
+    _broadcast_buffers(model, mesh)
+    replaced_by = {}
+    for identity, (parameter, _) in done.items():
+        original, owner, name = owned_by[identity]
+        if parameter is not original:
+            replaced_by[identity] = parameter
+            stand_in(original, owner, name)
+    return replaced_by
+
+
+def _split(
+    full: nn.Parameter, spec: ParamSpec, mesh: DeviceMesh | None, device: torch.device
+) -> nn.Parameter:
+    """This rank's part of a parameter, with rank 0's values. The full one can then go."""
+    if mesh is None:
+        return full
+    values = full.detach().to(device).contiguous()
+    torch.distributed.broadcast(values, src=0)
+    if spec.state.zero == 0:
+        if full.device == device:
+            full.detach().copy_(values)
+            return full
+        moved = nn.Parameter(values, requires_grad=full.requires_grad)
+        vars(moved).update(vars(full))
+        return moved
+    if spec.shard_group is not None:
+        values = values[spec.local_rows].clone()
+    elif values.data_ptr() == full.data_ptr():
+        values = values.clone()  # others may keep the full tensor's memory, and write to it
+    distributed = DTensor.from_local(
+        values,
+        mesh,
+        spec.layout.placements,
+        run_check=False,
+        shape=torch.Size(spec.shape),
+        stride=_contiguous_stride(spec.shape),
+    )
+    parameter = nn.Parameter(distributed, requires_grad=full.requires_grad)
+    parameter.__class__ = ShardedParameter  # type: ignore[assignment]
+    keep_layout(parameter)  # type: ignore[arg-type]
+    vars(parameter).update(vars(full))  # what people note on parameters: _no_weight_decay, say
+    return parameter
+
+
+def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _broadcast_buffers(model: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Give every rank rank 0's buffers; afterwards torch keeps them as it always does."""
+    if mesh is None:
+        return
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if buffer.device.type != mesh.device_type:
+                buffer = module._buffers[name] = buffer.to(mesh.device_type)
+            values = buffer.detach().contiguous()
+            torch.distributed.broadcast(values, src=0)
+            if values.data_ptr() != buffer.data_ptr():
+                buffer.copy_(values)
