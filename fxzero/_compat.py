@@ -29,6 +29,29 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fxzero.errors import CaptureError
 
+pytree = torch.utils._pytree
+"""Torch's walks through nested containers."""
+OpOverload = torch._ops.OpOverload
+"""The type of an operator as it stands in a graph."""
+set_grad_enabled = torch._C._set_grad_enabled
+"""What Dynamo writes for ``torch.no_grad``."""
+
+# What torch's own optimizers are made of.
+foreach_add_ = torch._foreach_add_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_sub_ = torch._foreach_sub_
+fused_adagrad_ = torch._fused_adagrad_
+fused_adam_ = torch._fused_adam_
+fused_adamw_ = torch._fused_adamw_
+fused_sgd_ = torch._fused_sgd_
+
+
+def reset_dynamo() -> None:
+    """Forget every graph that was captured before."""
+    torch._dynamo.reset()
+
+
 _NEW_OBJECTS = 10_000
 """How many objects to make before the collector looks at them; Python's own number is 700."""
 _collects_only_new = False

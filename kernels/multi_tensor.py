@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fxzero._compat import foreach_add_
 from fxzero.kernels.launch import INTERPRETED, check
 
 BLOCK = 1024
@@ -207,7 +208,7 @@ def _send_as_arguments(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Integers, to the device, as arguments of kernels: nothing on the host is read later."""
     there = torch.zeros(len(numbers), dtype=torch.int64, device=device)
     if numbers:
-        torch._foreach_add_(list(there.unbind()), list(numbers))
+        foreach_add_(list(there.unbind()), list(numbers))
     return there
 
 

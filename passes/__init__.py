@@ -1,12 +1,10 @@
 """The passes: each file decides one thing about a step graph.
 
-`JOINT` runs on the joint graph of the ordinary loop, `SIDES` on its forward and its backward
-after the cut; `STEP` and `LOWERING` on a whole step. The order is the one that the contracts ask
-for, and it is checked.
+Their order is in `fxzero.compiler.pipelines`.
 """
 
 from fxzero.passes.accumulate import Accumulate
-from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.passes.base import Context, Door, Fact, Notes, Pass
 from fxzero.passes.bucket import Bucket
 from fxzero.passes.clip_grads import ClipGrads
 from fxzero.passes.draw_masks import DrawMasks
@@ -22,39 +20,12 @@ from fxzero.passes.shard_params import ShardParams
 from fxzero.passes.stamp import StampNodes
 from fxzero.passes.update import Update
 
-JOINT: tuple[type[Pass], ...] = (
-    StampNodes,
-    LowerKernels,
-    Recompute,
-    ShardParams,
-    ShardGrads,
-    Bucket,
-    Prefetch,
-)
-STEP: tuple[type[Pass], ...] = (
-    StampNodes,
-    LowerKernels,
-    Recompute,
-    Accumulate,
-    ShardParams,
-    ShardGrads,
-    Bucket,
-    ClipGrads,
-    Update,
-    Prefetch,
-)
-SIDES: tuple[type[Pass], ...] = (LowerTransfers, ReleaseSaved, DrawMasks, LowerRegions)
-LOWERING: tuple[type[Pass], ...] = (LowerTransfers, GatherAhead, DrawMasks, LowerRegions)
-
 __all__ = [
-    "JOINT",
-    "LOWERING",
-    "SIDES",
-    "STEP",
     "Accumulate",
     "Bucket",
     "ClipGrads",
     "Context",
+    "Door",
     "DrawMasks",
     "Fact",
     "GatherAhead",

@@ -21,7 +21,7 @@ from fxzero.errors import ConfigError
 from fxzero.graph import Phase, Role, Stamp, StepGraph
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.graph.steady import UNROLLED, steady_runs
-from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.passes.base import Context, Door, Fact, Notes, Pass
 
 _aten = torch.ops.aten
 _MICRO_BATCH = torch.ops.fxzero.micro_batch.default
@@ -99,6 +99,7 @@ class Accumulate(Pass):
     name: ClassVar[str] = "accumulate"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.STAMPED, Fact.RECOMPUTED})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.ACCUMULATED})
+    doors: ClassVar[frozenset[Door]] = frozenset({Door.STEP})
 
     micro_batches: int = 1
     """Into how many equal parts a batch is split along dim 0."""

@@ -46,6 +46,15 @@ class Fact(StrEnum):
     """Compute runs in regions."""
 
 
+class Door(StrEnum):
+    """How a model is compiled."""
+
+    LOOP = "loop"
+    """By torch.compile: the user's loop calls forward and backward apart, and updates."""
+    STEP = "step"
+    """By compile_step: the update is part of the graph."""
+
+
 class Notes(Mapping[str, object]):
     """What a pass has to say of what it did: counts, bytes, words."""
 
@@ -92,6 +101,10 @@ class Pass(ABC):
     name: ClassVar[str]
     requires: ClassVar[frozenset[Fact]] = frozenset()
     provides: ClassVar[frozenset[Fact]] = frozenset()
+    doors: ClassVar[frozenset[Door]] = frozenset(Door)
+    """Where it has a meaning."""
+    for_regions: ClassVar[bool] = False
+    """Whether it has one only where runs of compute are compiled."""
 
     def __post_init__(self) -> None:
         """See that options hold what their types say; a pass with ranges adds them.

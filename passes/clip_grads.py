@@ -21,7 +21,7 @@ from torch import fx
 from fxzero.errors import ConfigError
 from fxzero.graph import Phase, Stamp, StepGraph
 from fxzero.graph.launch import emit_transfer, record_for
-from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.passes.base import Context, Door, Fact, Notes, Pass
 from fxzero.passes.update import Ready, ready_together
 from fxzero.ranks.groups import Group
 from fxzero.runtime import updates
@@ -75,6 +75,7 @@ class ClipGrads(Pass):
 
     name: ClassVar[str] = "clip_grads"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.REDUCED, Fact.BUCKETED})
+    doors: ClassVar[frozenset[Door]] = frozenset({Door.STEP})
 
     max_norm: float | None = None
     """Largest 2-norm of all gradients together; None does not clip."""

@@ -82,6 +82,7 @@ class DrawMasks(Pass):
 
     name: ClassVar[str] = "draw_masks"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.CUT})
+    for_regions: ClassVar[bool] = True
 
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""

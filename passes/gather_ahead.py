@@ -22,7 +22,7 @@ from fxzero._compat import resolve_process_group
 from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import TransferNodes
-from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.passes.base import Context, Door, Fact, Notes, Pass
 from fxzero.runtime import collectives
 from fxzero.runtime.ahead import Ahead, Check, Launch, Take
 
@@ -118,6 +118,7 @@ class GatherAhead(Pass):
 
     name: ClassVar[str] = "gather_ahead"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.CUT})
+    doors: ClassVar[frozenset[Door]] = frozenset({Door.STEP})
 
     enabled: bool = True
     """In whole steps over gloo: let the first gathers run between two calls. What they fill is

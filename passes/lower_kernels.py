@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
+from fxzero._compat import OpOverload
 from fxzero.cost.analytic import value_bytes
 from fxzero.cost.kernel_table import KernelTable, read_table, table_for
 from fxzero.errors import ConfigError, nearest
@@ -99,7 +100,7 @@ def _restride(graph: StepGraph, old: fx.Node, value: Tensor, moved: dict[fx.Node
         node = queue.pop(0)
         if node.op == "output":
             return False
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OpOverload):
             return False
         values = {n: changed.get(n, moved.get(n, n.meta["val"])) for n in node.all_input_nodes}
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)

@@ -23,7 +23,7 @@ from fxzero.graph import Phase, Role, Stamp, StepGraph
 from fxzero.graph.aliases import root, view_base
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
-from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.passes.base import Context, Door, Fact, Notes, Pass
 from fxzero.regions.cutout import end_of_run
 
 MIN_BYTES = 1 << 12
@@ -77,6 +77,7 @@ class ReleaseSaved(Pass):
     name: ClassVar[str] = "release_saved"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.CUT})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED})
+    doors: ClassVar[frozenset[Door]] = frozenset({Door.LOOP})
 
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""

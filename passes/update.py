@@ -21,7 +21,7 @@ from torch import fx
 
 from fxzero.graph import Phase, Role, Stamp, StepGraph
 from fxzero.graph.stamps import set_stamp, stamp_of
-from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.passes.base import Context, Door, Fact, Notes, Pass
 from fxzero.runtime import updates
 from fxzero.runtime.optimizers import Kernel, OptimizerLayout
 
@@ -141,6 +141,7 @@ class Update(Pass):
     name: ClassVar[str] = "update"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.REDUCED, Fact.BUCKETED})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.UPDATED})
+    doors: ClassVar[frozenset[Door]] = frozenset({Door.STEP})
 
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""

@@ -10,8 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import fxzero
-from fxzero import backend
-from fxzero.backend import Compilation
+from fxzero.compiler.compilation import Compilation, observers
 from fxzero.graph import StepGraph
 from fxzero.inspect.capture import fake_ranks
 
@@ -40,7 +39,7 @@ def compiled_step(
         found.append(compilation)
 
     torch._dynamo.reset()
-    backend.observers.append(keep)
+    observers.append(keep)
     try:
         with fake_ranks(world_size):
             model, batch = build()
@@ -50,7 +49,7 @@ def compiled_step(
             )
             step(*batch)
     finally:
-        backend.observers.remove(keep)
+        observers.remove(keep)
         torch._dynamo.reset()
     (compilation,) = found
     return compilation

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fxzero import Config, ConfigError, FxZeroWarning
-from fxzero.backend import Compilation
+from fxzero.compiler.compilation import Compilation
 from fxzero.passes import Bucket, LowerRegions, Prefetch
 from fxzero.passes.lower_regions import RegionBackend
 from fxzero.settings import build

@@ -14,9 +14,9 @@ from torch.testing import assert_close
 
 import fxzero
 from examples.models import GPT, GPTConfig
-from fxzero.backend import Compilation
 from fxzero.capture import fold_layers
 from fxzero.capture.fold_layers import Folds, Layer
+from fxzero.compiler.compilation import Compilation
 from fxzero.compiler.run import run_passes
 from fxzero.graph import StepGraph
 from fxzero.graph.stamps import stamp_of

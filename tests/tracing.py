@@ -21,22 +21,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxzero
-from fxzero import backend
-from fxzero.backend import Compilation
+from fxzero.compiler.compilation import Compilation, observers
+from fxzero.compiler.config import Config
+from fxzero.compiler.pipelines import loop_passes
 from fxzero.compiler.run import PassRecord, run_passes
 from fxzero.graph import Phase, Role, StepGraph
 from fxzero.graph.cut import Sides, crossing, cut
 from fxzero.graph.stamps import stamp_of
 from fxzero.inspect.capture import fake_ranks
 from fxzero.passes import (
-    Bucket,
     Context,
     Pass,
-    Prefetch,
-    Recompute,
-    ShardGrads,
-    ShardParams,
-    StampNodes,
 )
 from fxzero.passes.release_saved import private_saved
 from fxzero.sharding.params import GradSync, ModelState, grad_sync
@@ -125,22 +120,17 @@ def fake_model(build: Build, setup: Setup) -> Iterator[tuple[nn.Module, tuple[An
 @contextlib.contextmanager
 def observed(observer: Callable[[Compilation], None]) -> Iterator[None]:
     """Call `observer` with each compilation that starts meanwhile."""
-    backend.observers.append(observer)
+    observers.append(observer)
     try:
         yield
     finally:
-        backend.observers.remove(observer)
+        observers.remove(observer)
 
 
-JOINT: tuple[Pass, ...] = (
-    StampNodes(),
-    Recompute(),
-    ShardParams(),
-    ShardGrads(),
-    Bucket(min_bytes=0),
-    Prefetch(distance=1),
-)
-"""The passes of the joint graph with their defaults, in order."""
+JOINT = loop_passes(
+    Config.from_options({"bucket": {"min_bytes": 0}, "prefetch": {"distance": 1}})
+).scheduling
+"""The passes of the joint graph: tiny layers travel alone, gathers run one ahead."""
 
 
 def up_to(name: str, *instead: Pass) -> list[Pass]:

@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from examples.benchmarks.contenders import CONTENDERS, build, load_imports
 from examples.benchmarks.measure import PeakMeter, peak_meter, release_free_memory, timed_s
 from examples.benchmarks.workload import Job
+from fxzero.compiler.compilation import observers
 
 RANK = int(os.environ.get("RANK", "0"))
 MESSAGE_BYTES = 8 << 20
@@ -68,7 +69,6 @@ def measure_steps(job: Job, meter: PeakMeter) -> dict[str, Any]:
 
 def observe() -> list[Any]:
     """Collect fxzero's compilations from here on, graphs included."""
-    from fxzero import backend
 
     found: list[Any] = []
 
@@ -76,7 +76,7 @@ def observe() -> list[Any]:
         compilation.keep_graphs = True
         found.append(compilation)
 
-    backend.observers.append(keep)
+    observers.append(keep)
     return found
 
 

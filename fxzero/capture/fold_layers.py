@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxzero import _compat
+from fxzero._compat import set_grad_enabled
 from fxzero.graph import constants
 from fxzero.graph.modules import module_path
 from fxzero.sharding.params import is_key, layer_of
@@ -274,7 +275,7 @@ def inside_contexts(graph: fx.Graph) -> set[fx.Node] | None:
             continue
         if "example_value" not in node.meta:
             name = getattr(node.target, "__name__", "")
-            if node.target is torch._C._set_grad_enabled:
+            if node.target is set_grad_enabled:
                 has_grad = bool(node.args[0])
             elif name.startswith("_enter_"):
                 depth += 1

@@ -17,6 +17,7 @@ from fxzero.cli import tables
 from fxzero.cli.failures import as_sentences
 from fxzero.cli.options import options_yaml
 from fxzero.compiler.config import Config
+from fxzero.compiler.pipelines import loop_passes, step_passes
 from fxzero.errors import ConfigError, nearest
 from fxzero.inspect import Analysis, capture
 from fxzero.inspect.target import load
@@ -295,10 +296,7 @@ def check_pass(name: str, config: Config, step: bool) -> None:
     Raises:
         ConfigError: none does.
     """
-    if step:
-        passes = [*config.step_passes(1, 1.0, False), *config.lowering_passes()]
-    else:
-        passes = [*config.joint_passes(), *config.side_passes()]
-    known = {p.name for p in passes}
+    pipelines = step_passes(config) if step else loop_passes(config)
+    known = {p.name for p in (*pipelines.scheduling, *pipelines.lowering)}
     if name not in known:
         raise ConfigError(f"--diff: no pass {name!r} runs here: {nearest(name, known)}")

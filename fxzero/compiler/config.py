@@ -1,33 +1,23 @@
 """Typed settings: one dataclass, filled alike from ``options={...}`` and from Hydra.
 
-A pass is its own settings, so `Config` is a record of passes. An unknown key is an
-error that names the nearest right one.
+A pass is its own settings, so `Config` is a record of the passes that have some. An unknown key
+is an error that names the nearest right one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from fxzero.cost.settings import CostSettings
 from fxzero.passes import (
-    Accumulate,
     Bucket,
-    ClipGrads,
-    DrawMasks,
     GatherAhead,
     LowerKernels,
     LowerRegions,
-    LowerTransfers,
-    Pass,
     Prefetch,
     Recompute,
-    ReleaseSaved,
-    ShardGrads,
-    ShardParams,
-    StampNodes,
-    Update,
 )
 from fxzero.passes.lower_regions import RegionBackend
 from fxzero.settings import build, check_types
@@ -72,51 +62,7 @@ class Config:
             return options
         return build(Config, {} if options is None else options, "options")
 
-    def joint_passes(self) -> list[Pass]:
-        """The passes of the whole step graph, in order."""
-        return [
-            StampNodes(),
-            self.lower_kernels,
-            self.recompute,
-            ShardParams(),
-            ShardGrads(),
-            self.bucket,
-            self.prefetch,
-        ]
-
-    def step_passes(
-        self, micro_batches: int, max_norm: float | None, scaled: bool, *, unroll: bool = False
-    ) -> list[Pass]:
-        """The passes of a graph that ends in the update, in order.
-
-        Args:
-            max_norm: what gradients are clipped to.
-            scaled: whether the loss is scaled.
-            unroll: whether the graph holds all micro-batches, however many there are.
-        """
-        stop = self.stop_unless_finite and not scaled
-        return [
-            StampNodes(),
-            self.lower_kernels,
-            self.recompute,
-            Accumulate(micro_batches, unroll),
-            ShardParams(),
-            ShardGrads(),
-            self.bucket,
-            ClipGrads(max_norm=max_norm, unscale=scaled, stop_unless_finite=stop),
-            Update(),
-            self.prefetch,
-        ]
-
-    def side_passes(self) -> list[Pass]:
-        """The passes of each side of the cut, in order."""
-        fuses = self.lower_regions.backend is RegionBackend.INDUCTOR
-        masks = [DrawMasks()] if fuses else []
-        return [LowerTransfers(), ReleaseSaved(), *masks, self.lower_regions]
-
-    def lowering_passes(self) -> list[Pass]:
-        """The passes that make a scheduled whole step callable, in order."""
-        # A CUDA graph replays the same memory: nothing can be in flight between two steps.
-        ahead = replace(self.gather_ahead, enabled=False) if self.cuda_graph else self.gather_ahead
-        first, *others = (p for p in self.side_passes() if not isinstance(p, ReleaseSaved))
-        return [first, ahead, *others]
+    @property
+    def fuses(self) -> bool:
+        """Whether runs of compute become compiled regions."""
+        return self.lower_regions.backend is RegionBackend.INDUCTOR

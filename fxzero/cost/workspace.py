@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxzero._compat import OpOverload
 from fxzero.cost.analytic import flops_of
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import tensor_bytes
@@ -49,7 +50,7 @@ _REDUCTIONS = {"sum", "mean", "amax", "amin", "var_mean", "var", "prod", "argmax
 def fuses_into_readers(node: fx.Node) -> bool:
     """Whether a compiler computes a node where it is read instead of keeping it in memory."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or flops_of(node):
+    if not isinstance(target, OpOverload) or flops_of(node):
         return False
     name = target.overloadpacket.__name__
     made = {"full", "iota", "arange", "scalar_tensor", "zeros", "ones", "empty", "expand"}

@@ -12,6 +12,8 @@ import operator
 import torch
 from torch import fx
 
+from fxzero._compat import OpOverload
+
 _aten = torch.ops.aten
 
 # Documented to return a view although the schema does not say so.
@@ -27,7 +29,7 @@ def view_base(node: fx.Node) -> fx.Node | None:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         return view_base(source)
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return None
     if target in _HIDDEN_VIEWS or _is_view(target):
         first = node.args[0] if node.args else None
@@ -36,7 +38,7 @@ def view_base(node: fx.Node) -> fx.Node | None:
 
 
 @functools.cache
-def _is_view(target: torch._ops.OpOverload) -> bool:
+def _is_view(target: OpOverload) -> bool:
     """Whether a schema annotates a return as an alias that is not written to."""
     return any(
         r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns

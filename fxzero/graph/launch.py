@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxzero._compat import resolve_process_group
+from fxzero._compat import OpOverload, resolve_process_group
 from fxzero.graph.operators import num_bytes, tensor_bytes
 from fxzero.graph.stamps import Lane, Role, Stamp
 from fxzero.graph.step_graph import StepGraph
@@ -127,7 +127,7 @@ def emit_part(
 def record_of_call(node: fx.Node) -> Transfer | None:
     """What a model's own functional collective does; None of any other node."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "_c10d_functional":
+    if not isinstance(target, OpOverload) or target.namespace != "_c10d_functional":
         return None
     name = target._opname
     kind = next((kind for words, kind in _OWN.items() if name.startswith(words)), None)

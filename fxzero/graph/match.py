@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
+
+from fxzero._compat import pytree
 
 _aten = torch.ops.aten
 

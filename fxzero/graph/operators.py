@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxzero._compat import hint, is_symbolic
+from fxzero._compat import OpOverload, hint, is_symbolic
 from fxzero.graph.aliases import is_view
 
 _aten = torch.ops.aten
@@ -24,7 +24,7 @@ _COPIES = {_aten.clone.default}
 def is_random(node: fx.Node) -> bool:
     """Whether running a node twice gives two results. Attention without dropout does not."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
@@ -33,7 +33,7 @@ def is_random(node: fx.Node) -> bool:
 
 def _argument(node: fx.Node, name: str) -> object:
     """The value that an operator's argument has in a call; None if it has no such argument."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.name == name:
             given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
@@ -43,14 +43,14 @@ def _argument(node: fx.Node, name: str) -> object:
 
 def writes_memory(node: fx.Node) -> bool:
     """Whether a node changes one of its inputs."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def is_pure(node: fx.Node) -> bool:
     """Whether a node may be run again, or not at all, unseen."""
     return (
         node.op == "call_function"
-        and (isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem)
+        and (isinstance(node.target, OpOverload) or node.target is operator.getitem)
         and not writes_memory(node)
         and not is_random(node)
     )
@@ -67,9 +67,7 @@ def is_cheap(node: fx.Node) -> bool:
         return False
     if is_view(node) or is_cast_or_copy(node) or node.target is operator.getitem:
         return is_view(node) or is_cast_or_copy(node)
-    return isinstance(node.target, torch._ops.OpOverload) and (
-        torch.Tag.pointwise in node.target.tags
-    )
+    return isinstance(node.target, OpOverload) and (torch.Tag.pointwise in node.target.tags)
 
 
 def num_bytes(node: fx.Node) -> int:

@@ -93,7 +93,7 @@ def find_loop(graph: StepGraph) -> Loop:
         NotSteadyError: the steady micro-step does something else than the one before.
     """
     nodes = [n for n in graph.graph.nodes if n.op == "call_function" and not is_remade(n)]
-    cuts = []
+    cuts: list[int] = []
     for micro_step in range(STEADY - 1, UNROLLED):
         cut = next((i for i, node in enumerate(nodes) if begins(node, micro_step)), None)
         if cut is None or (cuts and cut <= cuts[-1]):

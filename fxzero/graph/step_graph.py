@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxzero._compat import fake_mode_of
+from fxzero._compat import OpOverload, fake_mode_of
 from fxzero.errors import VerificationError
 from fxzero.graph.stamps import Phase, Role, Segment, Stamp, has_stamp, set_stamp, stamp_of
 from fxzero.sharding.params import ParamSpec
@@ -400,6 +400,6 @@ def node_line(node: fx.Node) -> str:
 
 
 def _target_name(node: fx.Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return str(node.target).removesuffix(".default")
     return getattr(node.target, "__name__", str(node.target))

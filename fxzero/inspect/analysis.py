@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fxzero.backend import Compilation
+from fxzero.compiler.compilation import Compilation
 from fxzero.compiler.run import PassRecord
 from fxzero.graph import Phase, StepGraph
 from fxzero.graph.steady import runs_of

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils import _pytree as pytree
 
-from fxzero import _compat, backend
+from fxzero import _compat
+from fxzero._compat import pytree, reset_dynamo
+from fxzero.compiler.compilation import Compilation, observers
 from fxzero.compiler.config import Config
 from fxzero.compiler.plan import Plan
 from fxzero.errors import CaptureError, ConfigError
@@ -31,7 +32,7 @@ from fxzero.step import compile_step
 class Capture:
     """What a compilation left to look at."""
 
-    compilations: tuple[backend.Compilation, ...]
+    compilations: tuple[Compilation, ...]
     """One per graph; a graph break makes several."""
     num_parameters: int
     world_size: int
@@ -65,20 +66,20 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _observed() -> Iterator[list[backend.Compilation]]:
+def _observed() -> Iterator[list[Compilation]]:
     """Collect the compilations that start meanwhile, graphs included."""
-    found: list[backend.Compilation] = []
+    found: list[Compilation] = []
 
-    def observe(compilation: backend.Compilation) -> None:
+    def observe(compilation: Compilation) -> None:
         compilation.keep_graphs = True
         compilation.context.decisions.keep_digest = True
         found.append(compilation)
 
-    backend.observers.append(observe)
+    observers.append(observe)
     try:
         yield found
     finally:
-        backend.observers.remove(observe)
+        observers.remove(observe)
 
 
 def capture(
@@ -119,7 +120,7 @@ def capture(
     settings = Config.from_options(settings)
     if batch_size is None and micro_batches > 1:
         batch_size = 2 * micro_batches
-    torch._dynamo.reset()
+    reset_dynamo()
     with fake_ranks(world_size, rank):
         mesh = init_device_mesh("cpu", (world_size,))
         with _compat.fake_tensors(), fresh_cache(), _observed() as compilations:
@@ -131,7 +132,7 @@ def capture(
                 _run_step(model, batch, micro_batches, settings)
             else:
                 _run(model, batch, training, settings)
-    torch._dynamo.reset()
+    reset_dynamo()
     return Capture(tuple(compilations), num_parameters, world_size, zero)
 
 

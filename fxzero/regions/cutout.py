@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxzero._compat import is_symbolic
+from fxzero._compat import OpOverload, is_symbolic
 from fxzero.graph import Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import is_random, writes_memory
@@ -43,7 +43,7 @@ def is_lowerable(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem and not is_lowerable(node.all_input_nodes[0]):
         return False
-    if node.target is not operator.getitem and not isinstance(node.target, torch._ops.OpOverload):
+    if node.target is not operator.getitem and not isinstance(node.target, OpOverload):
         return False
     if any(source.op == "get_attr" for source in node.all_input_nodes):
         return False

@@ -19,7 +19,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fxzero._compat import dtensor_like
+from fxzero._compat import (
+    dtensor_like,
+    foreach_add_,
+    foreach_mul_,
+    foreach_norm,
+    foreach_sub_,
+    fused_adagrad_,
+    fused_adam_,
+    fused_adamw_,
+    fused_sgd_,
+)
 from fxzero.errors import CaptureError, FxZeroError, NonFiniteGradientError
 
 Lists = list[list[Tensor]]
@@ -38,7 +48,7 @@ def _adam(
     exp_avgs, exp_avg_sqs, *largest, steps = state
     beta1, beta2 = group["betas"]
     grads = _ready(grads, params, scale)
-    torch._foreach_add_(steps, 1)
+    foreach_add_(steps, 1)
     kernel(
         params,
         grads,
@@ -61,12 +71,12 @@ def _adam(
 
 def adam(params: Any, grads: Any, state: Any, group: Group, scale: Any, skip: Any) -> None:
     """`torch.optim.Adam`, with state exp_avg, exp_avg_sq, max_exp_avg_sq if amsgrad, step."""
-    _adam(torch._fused_adam_, params, grads, state, group, scale, skip)
+    _adam(fused_adam_, params, grads, state, group, scale, skip)
 
 
 def adamw(params: Any, grads: Any, state: Any, group: Group, scale: Any, skip: Any) -> None:
     """`torch.optim.AdamW`, with the state of `adam`."""
-    _adam(torch._fused_adamw_, params, grads, state, group, scale, skip)
+    _adam(fused_adamw_, params, grads, state, group, scale, skip)
 
 
 def sgd(
@@ -79,7 +89,7 @@ def sgd(
 ) -> None:
     """`torch.optim.SGD`, with state momentum_buffer unless momentum is 0."""
     grads = _ready(grads, params, scale)
-    torch._fused_sgd_(
+    fused_sgd_(
         params,
         grads,
         state[0] if state else [],
@@ -106,8 +116,8 @@ def adagrad(
     """`torch.optim.Adagrad`, with state sum, step."""
     sums, steps = state
     grads = _ready(grads, params, scale)
-    torch._foreach_add_(steps, 1)
-    torch._fused_adagrad_(
+    foreach_add_(steps, 1)
+    fused_adagrad_(
         params,
         grads,
         sums,
@@ -137,13 +147,13 @@ def _ready(grads: list[Tensor], params: list[Tensor], scale: Tensor | None) -> l
         for grad, param in zip(grads, params, strict=True)
     ]
     if scale is not None:
-        torch._foreach_mul_(grads, scale)
+        foreach_mul_(grads, scale)
     return grads
 
 
 def _take_back(steps: list[Tensor], skip: Tensor | None) -> None:
     if skip is not None:
-        torch._foreach_sub_(steps, [skip] * len(steps))
+        foreach_sub_(steps, [skip] * len(steps))
 
 
 class OwnStep:
@@ -201,7 +211,7 @@ def laid_out_like(grad: Tensor, parameter: Tensor) -> Tensor:
 
 def norms(grads: list[Tensor]) -> Tensor:
     """The 2-norm of each of n local gradients: (n,)."""
-    return torch.stack(torch._foreach_norm(grads, 2.0))
+    return torch.stack(foreach_norm(grads, 2.0))
 
 
 def in_order(parts: list[Tensor], order: list[int]) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxzero._compat import never_compile_alone
+from fxzero._compat import never_compile_alone, pytree
 from fxzero.errors import ShardingError
 from fxzero.sharding.buffers import forward_then_sync
 from fxzero.sharding.full_parameter import full_parameter
@@ -66,7 +66,7 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
         return value
 
     def around(forward: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = torch.utils._pytree.tree_map(cast, (args, kwargs))
+        args, kwargs = pytree.tree_map(cast, (args, kwargs))
         return forward(*args, **kwargs)
 
     model.__class__ = _subclass(type(model), _around_forward(model, around))
@@ -81,7 +81,7 @@ def compute_in_fp32(module: nn.Module, result: torch.dtype) -> None:
         return value
 
     def around(forward: Any, args: Any, kwargs: Any) -> Any:
-        tree_map = torch.utils._pytree.tree_map
+        tree_map = pytree.tree_map
         args, kwargs = tree_map(lambda v: cast(v, torch.float32), (args, kwargs))
         return tree_map(lambda v: cast(v, result), forward(*args, **kwargs))
 

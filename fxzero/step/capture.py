@@ -10,24 +10,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from fxzero import _compat
-from fxzero.backend import Compilation, decompositions_of
 from fxzero.capture.fold_layers import Folds, trace_folded
 from fxzero.capture.mark_inputs import use_markers
 from fxzero.capture.shard_inputs import take_local_tensors
+from fxzero.compiler.compilation import Compilation, decompositions_of
 from fxzero.compiler.config import Config
+from fxzero.compiler.pipelines import step_passes
 from fxzero.errors import CaptureError
 from fxzero.graph import StepGraph
 from fxzero.graph.steady import UNROLLED, NotSteadyError
 from fxzero.graph.writes import refuse_writes
-from fxzero.passes.base import Context, Fact, Pass
+from fxzero.passes.base import Context
 from fxzero.runtime.cuda_graph import CudaGraphStep
-from fxzero.runtime.executor import executable
 from fxzero.runtime.optimizers import OptimizerLayout, create_state
 from fxzero.sharding.params import ParamSpec
 from fxzero.step.binding import Binder
@@ -50,14 +51,12 @@ def compile_graph(
     micro_batches: int,
     clip_grad_norm: float | None,
     scaled: bool,
-    observe: Callable[[Compilation], None],
 ) -> tuple[Binder, Callable[[list[Any]], Any]]:
     """Compile the step whose loss Dynamo's graph computes.
 
     Args:
         specs: the model's parameters by identity.
         static: identities of the model's parameters and buffers.
-        observe: called with the compilation before it starts.
 
     Returns:
         What makes a list of inputs for one run, and what runs: it returns the loss, the
@@ -75,8 +74,8 @@ def compile_graph(
     }
     decompositions = decompositions_of(config)
     context = Context(optimizer=layout, decompositions=decompositions)
-    compilation = Compilation(config, plain=plain, context=context)
-    observe(compilation)
+    pipelines = partial(step_passes, config, micro_batches, clip_grad_norm, scaled=scaled)
+    compilation = Compilation(config, pipelines(), plain=plain, context=context)
     with _compat.collecting_only_new_objects():
         refuse_writes(module, example_inputs)
         use_markers(module, example_inputs)
@@ -100,16 +99,15 @@ def compile_graph(
             )
         spare = graph.clone() if micro_batches > UNROLLED else None
         try:
-            call = lower(
-                compilation, graph, config.step_passes(micro_batches, clip_grad_norm, scaled)
-            )
+            compilation.schedule(graph)
+            call = compilation.lower_whole(graph)
         except NotSteadyError as error:
             log.info("compiling all %d micro-batches one by one: %s", micro_batches, error)
             assert spare is not None
             graph = spare
-            compilation.start_again()
-            passes = config.step_passes(micro_batches, clip_grad_norm, scaled, unroll=True)
-            call = lower(compilation, graph, passes)
+            compilation.start_again(pipelines(unroll=True))
+            compilation.schedule(graph)
+            call = compilation.lower_whole(graph)
         binder = Binder(graph, layout, micro_batches)
         if config.cuda_graph and not why_not:
             batch = {i for i, value in enumerate(example_inputs) if id(value) not in static}
@@ -244,19 +242,3 @@ def _writes_input(node: fx.Node) -> bool:
     if schema is None or not schema.is_mutable:
         return False
     return any(source.op == "placeholder" for source in node.all_input_nodes)
-
-
-def lower(
-    compilation: Compilation, graph: StepGraph, passes: Sequence[Pass]
-) -> Callable[[list[Any]], Any]:
-    """Schedule a joint graph and make it callable."""
-    config = compilation.config
-    compilation.specs = graph.specs
-    if compilation.keep_graphs:
-        compilation.joint = graph
-    compilation.choose_costs(graph)
-    compilation.run(graph, passes)
-    given = {Fact.STAMPED, Fact.GATHERED, Fact.UPDATED, Fact.CUT, Fact.RELEASED}
-    compilation.run(graph, config.lowering_passes(), given)
-    states = {id(spec.state): spec.state for spec in graph.specs.values()}
-    return executable(graph, list(states.values()))

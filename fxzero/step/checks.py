@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils import _pytree as pytree
 
+from fxzero._compat import pytree
 from fxzero.errors import BatchError, ConfigError
 from fxzero.sharding.params import ParamSpec
 

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from fxzero import backend
-from fxzero._compat import graph_break_errors, local_tensor
+from fxzero._compat import foreach_mul_, graph_break_errors, local_tensor, pytree
 from fxzero.compiler.config import Config
 from fxzero.errors import CaptureError
 from fxzero.runtime.updates import clip_coefficient, stop_unless_finite
@@ -137,7 +136,7 @@ class LoopStep:
         else:
             factor = inverse
         if factor is not None:
-            torch._foreach_mul_([_local(g) for g in trained.values()], factor)
+            foreach_mul_([_local(g) for g in trained.values()], factor)
         return norm, skip
 
 

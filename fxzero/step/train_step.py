@@ -15,10 +15,11 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils import _pytree as pytree
 
-from fxzero import _compat, backend
+from fxzero import _compat
+from fxzero._compat import pytree
 from fxzero.compiler.config import Config
+from fxzero.compiler.pipelines import step_passes
 from fxzero.errors import BatchError, CaptureError, ConfigError, FxZeroError, FxZeroWarning
 from fxzero.runtime.optimizers import OptimizerLayout, kernels_of
 from fxzero.sharding.before_step import before_step, refuse_strangers
@@ -142,7 +143,7 @@ class TrainStep:
         check_scheduler(scheduler, optimizer)
         parameters = optimized_parameters(model, optimizer)
         kernels_of(optimizer)  # raises for what cannot be captured, before the model is touched
-        config.step_passes(self._micro_batches, clip_grad_norm, False)  # raises for bad settings
+        step_passes(config, self._micro_batches, clip_grad_norm)  # raises for bad settings
         if model_state(model) is None:
             shard(model, zero=0)
             parameters = optimized_parameters(model, optimizer)
@@ -421,7 +422,6 @@ class TrainStep:
                 micro_batches=self._micro_batches,
                 clip_grad_norm=self._clip_grad_norm,
                 scaled=self.loss_scale is not None,
-                observe=_observe,
             )
         except FxZeroError as error:
             raise _compat.passing_through_dynamo(error) from None
@@ -454,11 +454,6 @@ def _weakly(step: TrainStep, function: Callable[..., Any]) -> Callable[..., Any]
         return function(found, *args)
 
     return call
-
-
-def _observe(compilation: backend.Compilation) -> None:
-    for observe in backend.observers:
-        observe(compilation)
 
 
 def _batch_values(example_inputs: Sequence[Any], specs: Mapping[int, ParamSpec]) -> list[Tensor]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxzero
-from fxzero.backend import Compilation
+from fxzero.compiler.compilation import Compilation
 from fxzero.step.loss import loss_of
 from tests.architectures.architecture import Architecture, Batch
 from tests.architectures.models import ARCHITECTURES

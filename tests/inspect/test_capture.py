@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxzero import CaptureError, ConfigError
+from fxzero.compiler.compilation import observers
 from fxzero.inspect import capture
 from fxzero.inspect.capture import fake_ranks, scalar_of
 from tests.tracing import BY_LAYER, Chain, chain
@@ -52,12 +53,11 @@ def test_inference() -> None:
 
 def test_nothing_is_left_behind() -> None:
     """Neither a process group nor an observer, also after an error."""
-    from fxzero import backend
 
     with pytest.raises(ConfigError, match="has no setting 'nope'"):
         capture(chain(1), zero=3, world_size=8, options={"nope": 1})
     assert not dist.is_initialized()
-    assert backend.observers == []
+    assert observers == []
 
 
 def test_inside_a_process_group_it_refuses() -> None:

@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fxzero
-from fxzero import backend
-from fxzero.backend import Compilation
+from fxzero.compiler.compilation import Compilation, observers
 from fxzero.runtime.ahead import Ahead, Take, is_same
 from tests.parity.harness import Pools
 
@@ -106,14 +105,14 @@ def train(change: str, clip: float | None) -> tuple[list[torch.Tensor], list[Ahe
         compilation.keep_graphs = True
         found.append(compilation)
 
-    backend.observers.append(keep)
+    observers.append(keep)
     step = fxzero.compile_step(model, optimizer, clip_grad_norm=clip, options=OPTIONS)
     losses = []
     for i in range(STEPS):
         if i == CHANGE_AT:
             CHANGES[change](model)
         losses.append(step(batch(i, dist.get_rank())).loss)
-    backend.observers.remove(keep)
+    observers.remove(keep)
     (compilation,) = found
     assert compilation.joint is not None
     aheads = [n.target.ahead for n in compilation.joint.nodes() if isinstance(n.target, Take)]

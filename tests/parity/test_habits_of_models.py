@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fxzero
-from fxzero.backend import Compilation
+from fxzero.compiler.compilation import Compilation
 from tests.parity.harness import Pools
 from tests.tracing import observed
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxzero
-from fxzero import backend
-from fxzero.backend import Compilation
+from fxzero.compiler.compilation import Compilation, observers
 from fxzero.graph.steady import UNROLLED, NotSteadyError
 from fxzero.runtime import executor
 from tests.pairwise import pairwise
@@ -61,7 +60,7 @@ def trained(micro_batches: int, steps: int = 3, **settings: Any) -> tuple[list[T
     step = fxzero.compile_step(
         model, optimizer, nn.functional.mse_loss, micro_batches=micro_batches, **settings
     )
-    backend.observers.append(seen.append)
+    observers.append(seen.append)
     found: list[Tensor] = []
     try:
         for number in range(steps):
@@ -69,7 +68,7 @@ def trained(micro_batches: int, steps: int = 3, **settings: Any) -> tuple[list[T
             out = step(torch.randn(2 * micro_batches, 6), torch.randn(2 * micro_batches, 3))
             found += [out.loss, *([] if out.grad_norm is None else [out.grad_norm])]
     finally:
-        backend.observers.remove(seen.append)
+        observers.remove(seen.append)
     local = [getattr(p, "_local_tensor", p) for p in model.parameters()] + list(model.buffers())
     state = [v for p in model.parameters() for v in optimizer.state[p].values()]
     local += [getattr(v, "_local_tensor", v) for v in state]

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import fxzero
-from fxzero.backend import Compilation
+from fxzero.compiler.compilation import Compilation
+from fxzero.compiler.pipelines import loop_passes
 from fxzero.graph import Role, StepGraph
 from fxzero.runtime.random import dropout_mask
 from tests.tracing import find, observed
@@ -80,7 +81,7 @@ def test_one_region() -> None:
 def test_eager_lowering_keeps_torchs_kernel() -> None:
     """There is nothing to fuse with."""
     config = fxzero.Config.from_options({"lower_regions": {"backend": "eager"}})
-    assert "draw_masks" not in [p.name for p in config.side_passes()]
+    assert "draw_masks" not in [p.name for p in loop_passes(config).lowering]
 
 
 def test_a_mask_is_what_dropout_draws() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fxzero.compiler.config import Config
+from fxzero.compiler.pipelines import step_passes
 from fxzero.graph import Role, StepGraph
 from fxzero.graph.stamps import stamp_of
 from tests import stepping
@@ -91,6 +92,6 @@ def test_frozen_parameters_are_gathered_by_their_own_step() -> None:
 
 def test_cuda_graphs_leave_nothing_in_flight() -> None:
     """A replay uses the same memory again."""
-    passes = Config(cuda_graph=True).lowering_passes()
+    passes = step_passes(Config(cuda_graph=True)).lowering
     (found,) = (p for p in passes if p.name == "gather_ahead")
     assert found.enabled is False  # type: ignore[attr-defined]

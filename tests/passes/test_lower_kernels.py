@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fxzero
 from fxzero import _compat, backend
-from fxzero.backend import Compilation
+from fxzero.compiler.compilation import Compilation
 from fxzero.compiler.run import PassRecord
 from fxzero.errors import ConfigError
 from fxzero.kernels import chunked_cross_entropy

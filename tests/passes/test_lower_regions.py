@@ -9,7 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 
-from fxzero.backend import Compilation
+from fxzero.compiler.compilation import Compilation
 from fxzero.graph import Role, StepGraph
 from fxzero.graph.stamps import stamp_of
 from fxzero.passes import Context, LowerRegions, ReleaseSaved

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import ClassVar
 
 import pytest
 import torch
 
+from fxzero.compiler.config import Config
+from fxzero.compiler.pipelines import LOWERING, SCHEDULING, Pipelines, loop_passes, step_passes
 from fxzero.compiler.run import PassRecord, check_contracts, run_passes
 from fxzero.errors import ContractError, PassError, VerificationError
 from fxzero.graph import Stamp, StepGraph
 from fxzero.graph.stamps import stamp_of
 from fxzero.passes import (
-    JOINT,
-    SIDES,
     Bucket,
     Context,
     Fact,
     Notes,
     Pass,
     Prefetch,
+    ReleaseSaved,
     ShardParams,
     StampNodes,
 )
@@ -44,11 +45,24 @@ class Breaking(Pass):
         return Notes()
 
 
-def test_the_order_of_the_package_holds() -> None:
-    """Both pipelines, one after the other."""
-    facts = check_contracts([kind() for kind in JOINT])
+@pytest.mark.parametrize("pipelines", [loop_passes(Config()), step_passes(Config(), 4, 1.0)])
+def test_the_order_of_the_package_holds(pipelines: Pipelines) -> None:
+    """What lowering needs, scheduling provides, but for what is said where a graph is cut."""
+    facts = check_contracts(pipelines.scheduling)
     assert facts >= {Fact.STAMPED, Fact.GATHERED, Fact.REDUCED, Fact.BUCKETED, Fact.SCHEDULED}
-    assert Fact.LOWERED in check_contracts([kind() for kind in SIDES], facts | {Fact.CUT})
+    said = {Fact.CUT} if ReleaseSaved() in pipelines.lowering else {Fact.CUT, Fact.RELEASED}
+    assert Fact.LOWERED in check_contracts(pipelines.lowering, facts | said)
+
+
+def test_every_pass_has_one_place() -> None:
+    """Each is in the order once, and options of the configuration belong to one."""
+    order = [*SCHEDULING, *LOWERING]
+    assert len(set(order)) == len(order)
+    doors = [loop_passes(Config()), step_passes(Config())]
+    run = {type(one) for door in doors for one in (*door.scheduling, *door.lowering)}
+    assert run == set(order)
+    options = {f.name for f in fields(Config) if isinstance(getattr(Config(), f.name), Pass)}
+    assert options <= {kind.name for kind in order}
 
 
 @pytest.mark.parametrize(
@@ -103,8 +117,9 @@ def test_records() -> None:
     for earlier, later in pairwise(records):
         assert earlier.after == later.before
         assert earlier.nodes_after == later.nodes_before
-    assert records[2].nodes_before != records[2].nodes_after
-    assert str(records[2].notes) == "params=1, gathers=2"
+    sharded = next(record for record in records if record.name == "shard_params")
+    assert sharded.nodes_before != sharded.nodes_after
+    assert str(sharded.notes) == "params=1, gathers=2"
 
 
 def test_diffs() -> None:

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fxzero
-from fxzero import backend
-from fxzero.backend import Compilation
+from fxzero.compiler.compilation import Compilation, observers
 from fxzero.cost.measured import CostFile, MeasuredCosts
 from fxzero.errors import ConfigError
 from fxzero.inspect import capture
@@ -48,7 +47,7 @@ def figures(folder: str) -> tuple[Any, Any]:
     torch._dynamo.reset()
     model = fxzero.shard(Chain(3, 64), zero=3)
     found: list[Compilation] = []
-    backend.observers.append(found.append)
+    observers.append(found.append)
     try:
         step = fxzero.compile_step(
             model,
@@ -57,7 +56,7 @@ def figures(folder: str) -> tuple[Any, Any]:
         )
         step(torch.randn(8, 64))
     finally:
-        backend.observers.remove(found.append)
+        observers.remove(found.append)
         del os.environ["FXZERO_CACHE_DIR"]
     costs = found[0].context.costs
     assert isinstance(costs, MeasuredCosts)

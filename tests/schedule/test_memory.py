@@ -11,8 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxzero
 from examples.models import gpt_bench
-from fxzero import backend
-from fxzero.backend import Compilation
+from fxzero.compiler.compilation import Compilation, observers
 from fxzero.graph.aliases import is_view
 from fxzero.schedule.simulate import simulate_memory
 from fxzero.schedule.storage import Kind
@@ -53,7 +52,7 @@ def simulated_and_measured(
         compilation.keep_graphs = True
         found.append(compilation)
 
-    backend.observers.append(keep)
+    observers.append(keep)
     if door == "step":
         compiled = fxzero.compile_step(model, optimizer, options=settings)
 
@@ -69,7 +68,7 @@ def simulated_and_measured(
 
     for _ in range(3):
         step()
-    backend.observers.remove(keep)
+    observers.remove(keep)
     (graph,) = [c.joint for c in found if c.joint is not None]
     fuses = settings["lower_regions"]["backend"] == "inductor"
     memory = simulate_memory(graph, fuses=fuses)

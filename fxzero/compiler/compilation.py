@@ -1,0 +1,231 @@
+"""One graph on its way through the compiler: read, scheduled, cut, lowered. Both doors use it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxzero import _compat
+from fxzero.capture.fold_layers import Folds, unfold
+from fxzero.compiler.config import Config
+from fxzero.compiler.pipelines import Pipelines
+from fxzero.compiler.plan import Plan
+from fxzero.compiler.run import PassRecord, check_contracts, run_passes
+from fxzero.errors import ConfigError, FxZeroWarning
+from fxzero.graph import StepGraph
+from fxzero.graph.cut import Sides, crossing, cut
+from fxzero.passes.base import Context, Fact, Pass
+from fxzero.passes.decisions import Decisions
+from fxzero.passes.release_saved import private_saved
+from fxzero.passes.shard_params import shard_source
+from fxzero.runtime.executor import executable
+from fxzero.sharding.params import ModelState, ParamSpec, spec_of
+
+log = logging.getLogger("fxzero")
+
+_UNSHARD = torch.ops.fxzero.unshard.default
+
+
+@dataclass
+class Compilation:
+    """One graph on its way through the compiler, and what was noted on the way."""
+
+    config: Config
+    pipelines: Pipelines
+    plain: dict[int, ParamSpec]
+    """Parameters of a model that was not sharded, by position among the graph's inputs."""
+    context: Context = field(default_factory=Context)
+    records: list[PassRecord] = field(default_factory=list)
+    folds: Folds = field(default_factory=Folds)
+    """The equal layers that AOTAutograd traces once."""
+    specs: dict[str, ParamSpec] = field(default_factory=dict)
+    """The parameters in the graph, by key."""
+    keep_graphs: bool = False
+    """Keep the graphs below for somebody to look at; they are large."""
+    joint: StepGraph | None = None
+    """The scheduled graph of the whole step."""
+    gradients: dict[int, str] = field(default_factory=dict)
+    """The parameter whose gradient an output of backward is, by its position."""
+    sides: list[StepGraph] = field(default_factory=list)
+    """What was lowered: forward and backward, or a forward alone."""
+    facts: frozenset[Fact] = frozenset()
+    """What is true of the scheduled graph, and of what is cut out of it."""
+
+    def __post_init__(self) -> None:
+        if self.config.plan:
+            self.context.decisions.plan = Plan.read(self.config.plan)
+        for observe in observers:
+            observe(self)
+
+    def partition(
+        self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """AOTAutograd's partitioner: run the joint passes and cut."""
+        graph = self.read(module, num_fwd_outputs)
+        self.schedule(graph)
+        sides = self.cut(graph)
+        return sides.forward.module, sides.backward.module
+
+    def read(self, module: fx.GraphModule, num_forward_outputs: int) -> StepGraph:
+        """Find out which inputs and outputs belong to which parameter."""
+        unfold(module, self.folds)
+        specs: dict[str, ParamSpec] = {}
+        inputs: dict[fx.Node, str] = {}
+        by_index: dict[int, str] = {}
+        for marker in module.graph.find_nodes(op="call_function", target=_UNSHARD):
+            spec = spec_of(marker.args[1])
+            source = shard_source(marker.args[0])
+            specs[spec.key] = spec
+            inputs[source] = spec.key
+            index = _compat.input_index(source)
+            if index is not None:
+                by_index[index] = spec.key
+        for node in module.graph.find_nodes(op="placeholder"):
+            index = _compat.input_index(node)
+            # Not a DTensor's mesh, which comes from the same input as its local tensor.
+            if index in self.plain and _is_tensor_node(node) and node not in inputs:
+                spec = self.plain[index]
+                specs[spec.key] = spec
+                inputs[node] = spec.key
+                by_index[index] = spec.key
+        output = next(iter(reversed(module.graph.nodes)))
+        descriptions = output.meta.get("desc") or ()
+        gradients = {}
+        for position, description in enumerate(descriptions):
+            index = _compat.gradient_index(description)
+            if index in by_index and _is_tensor_node(output.args[0][position]):
+                gradients[position] = by_index[index]
+        by_input = {
+            _compat.input_index(node): node
+            for node in module.graph.find_nodes(op="placeholder")
+            if _is_tensor_node(node)
+        }
+        changed = {
+            position: by_input[index]
+            for position, description in enumerate(descriptions)
+            if (index := _compat.mutated_index(description)) is not None
+            and index in by_input
+            and _is_tensor_node(output.args[0][position])
+        }
+        return StepGraph(
+            module,
+            num_forward_outputs=num_forward_outputs,
+            specs=specs,
+            inputs=inputs,
+            gradients=gradients,
+            changed=changed,
+        )
+
+    def schedule(self, graph: StepGraph) -> None:
+        """Decide what happens in the step, and when."""
+        self.specs = graph.specs
+        if self.keep_graphs:
+            self.joint = graph
+        self.context.fuses = self.config.fuses
+        self.context.costs = self.config.cost.make(graph, fuses=self.config.fuses)
+        self.facts = self._run(graph, self.pipelines.scheduling, frozenset())
+
+    def start_again(self, pipelines: Pipelines) -> None:
+        """Forget what was decided and noted: another graph of the same step comes."""
+        self.pipelines = pipelines
+        self.records.clear()
+        decisions = self.context.decisions
+        self.context.decisions = Decisions(decisions.plan, decisions.keep_digest)
+        self.context.scratch.clear()
+
+    def _run(
+        self, graph: StepGraph, passes: Sequence[Pass], given: frozenset[Fact]
+    ) -> frozenset[Fact]:
+        """Run passes, and keep what they say; what is true of the graph then."""
+        facts = check_contracts(passes, given)
+        self.records += run_passes(
+            passes,
+            graph,
+            self.context,
+            given=given,
+            keep_text=self.config.keep_text,
+            observe=log_record,
+        )
+        self.warn()
+        return facts
+
+    def cut(self, graph: StepGraph) -> Sides:
+        """Split the scheduled graph; backward may free what only it can see."""
+        values, _ = crossing(graph)
+        forward_outputs = [
+            n for n in graph.output_values[: graph.num_forward_outputs] if isinstance(n, fx.Node)
+        ]
+        count = graph.num_forward_outputs
+        self.gradients = {position - count: key for position, key in graph.gradients.items()}
+        return cut(graph, private_saved(graph.graph, values, forward_outputs))
+
+    @_compat.collecting_only_new_objects()  # a backward is lowered when it first runs
+    def lower_side(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """AOTAutograd's compiler of one side."""
+        _compat.forget_donated_buffers()
+        side = StepGraph(module, num_forward_outputs=0, specs=self.specs)
+        if self.keep_graphs:
+            self.sides.append(side)
+        self._run(side, self.pipelines.lowering, self.facts | {Fact.CUT})
+        is_backward = any(
+            node.name.startswith("tangents_") for node in module.graph.find_nodes(op="placeholder")
+        )
+        gradients = self.gradients if is_backward else {}
+        call = executable(side, self.states(), gradients)
+        _compat.return_free_memory()
+        return call
+
+    def lower_whole(self, graph: StepGraph) -> Callable[[list[Any]], Any]:
+        """Make a scheduled whole step callable, in which nothing is cut and nothing saved.
+
+        Raises:
+            NotSteadyError: it holds fewer micro-steps than the step has, and cannot.
+        """
+        self._run(graph, self.pipelines.lowering, self.facts | {Fact.CUT, Fact.RELEASED})
+        return executable(graph, self.states())
+
+    def states(self) -> list[ModelState]:
+        """The models whose parameters are in the graph."""
+        return list({id(spec.state): spec.state for spec in self.specs.values()}.values())
+
+    def infer(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """AOTAutograd's compiler of a graph without backward."""
+        output = next(iter(reversed(module.graph.nodes)))
+        graph = self.read(module, len(output.args[0]))
+        self.schedule(graph)
+        return self.lower_side(module, inputs)
+
+    def warn(self) -> None:
+        """Report settings that cannot take effect."""
+        messages, self.context.warnings = self.context.warnings, []
+        for message in messages:
+            if self.config.strict:
+                raise ConfigError(f"{message} (an error because strict=True)")
+            warnings.warn(message, FxZeroWarning, stacklevel=2)
+
+
+observers: list[Callable[[Compilation], None]] = []
+"""Called with every compilation when it starts; `fxzero inspect` listens here."""
+
+
+def log_record(record: PassRecord) -> None:
+    """Tell the logger ``fxzero`` what a pass did."""
+    log.info("%s: %.1f ms, %s", record.options, record.time_ms, record.notes)
+
+
+def decompositions_of(config: Config) -> dict[Any, Callable[..., Any]]:
+    """What AOTAutograd takes apart: Inductor wants small operators, torch runs whole ones."""
+    if config.fuses:
+        return _compat.inductor_decompositions()
+    return {}
+
+
+def _is_tensor_node(value: Any) -> bool:
+    """Whether something is a node with a tensor: not a DTensor's mesh, nor None."""
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)

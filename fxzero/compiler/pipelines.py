@@ -1,0 +1,109 @@
+"""The passes in their order, said once for both doors.
+
+    SCHEDULING    on the joint graph: what happens, and when
+    LOWERING      on what will be called: each side of the cut, or the whole step
+
+A pass says by `doors` where it has a meaning. One that has options is a field of `Config` by its
+name; any other is made as it is. That the order is one that the contracts allow is checked before
+anything runs: see `fxzero.compiler.run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from fxzero.compiler.config import Config
+from fxzero.passes import (
+    Accumulate,
+    Bucket,
+    ClipGrads,
+    Door,
+    DrawMasks,
+    GatherAhead,
+    LowerKernels,
+    LowerRegions,
+    LowerTransfers,
+    Pass,
+    Prefetch,
+    Recompute,
+    ReleaseSaved,
+    ShardGrads,
+    ShardParams,
+    StampNodes,
+    Update,
+)
+
+SCHEDULING: tuple[type[Pass], ...] = (
+    StampNodes,
+    LowerKernels,
+    Recompute,
+    Accumulate,
+    ShardParams,
+    ShardGrads,
+    Bucket,
+    ClipGrads,
+    Update,
+    Prefetch,
+)
+LOWERING: tuple[type[Pass], ...] = (
+    LowerTransfers,
+    GatherAhead,
+    ReleaseSaved,
+    DrawMasks,
+    LowerRegions,
+)
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """The passes of one compilation, with their options."""
+
+    scheduling: tuple[Pass, ...]
+    lowering: tuple[Pass, ...]
+
+
+def loop_passes(config: Config) -> Pipelines:
+    """The passes of the ordinary loop, whose forward and backward are called apart."""
+    return _pipelines(config, Door.LOOP)
+
+
+def step_passes(
+    config: Config,
+    micro_batches: int = 1,
+    max_norm: float | None = None,
+    *,
+    scaled: bool = False,
+    unroll: bool = False,
+) -> Pipelines:
+    """The passes of a graph that ends in the update.
+
+    Args:
+        max_norm: what gradients are clipped to.
+        scaled: whether the loss is scaled.
+        unroll: whether the graph holds all micro-batches, however many there are.
+
+    Raises:
+        ConfigError: no such number of micro-batches, or norm.
+    """
+    stop = config.stop_unless_finite and not scaled
+    own: list[Pass] = [
+        Accumulate(micro_batches, unroll),
+        ClipGrads(max_norm=max_norm, unscale=scaled, stop_unless_finite=stop),
+    ]
+    if config.cuda_graph:  # it replays the same memory: nothing can be in flight between two steps
+        own.append(replace(config.gather_ahead, enabled=False))
+    return _pipelines(config, Door.STEP, own)
+
+
+def _pipelines(config: Config, door: Door, own: Iterable[Pass] = ()) -> Pipelines:
+    given = {type(one): one for one in own}
+
+    def made(kinds: tuple[type[Pass], ...]) -> tuple[Pass, ...]:
+        return tuple(
+            given.get(kind) or getattr(config, kind.name, None) or kind()
+            for kind in kinds
+            if door in kind.doors and (config.fuses or not kind.for_regions)
+        )
+
+    return Pipelines(made(SCHEDULING), made(LOWERING))
