@@ -22,13 +22,15 @@ from fxzero._compat import never_compile_alone, pytree
 from fxzero.errors import ShardingError
 from fxzero.sharding.buffers import forward_then_sync
 from fxzero.sharding.full_parameter import full_parameter
-from fxzero.sharding.params import KEY, ModelState, spec_of
+from fxzero.sharding.params import KEY, MODES, ModelState, spec_of
 from fxzero.sharding.whereabouts import in_compiler, in_forward
 
 KEYS = "_fxzero_keys"
 """Attribute of a marked module: its parameters' keys, by name."""
 STATE = "_fxzero_state"
 """Attribute of a marked module: what all parameters of its model share."""
+MODE = "_fxzero_mode"
+"""Attribute of a marked module: its model's in `MODES`."""
 
 _classes: dict[tuple[type, tuple[str, ...]], type] = {}
 
@@ -39,6 +41,7 @@ def mark(module: nn.Module, keys: dict[str, str], state: ModelState) -> None:
         return
     module.__dict__[KEYS] = keys
     module.__dict__[STATE] = state
+    module.__dict__[MODE] = state.mode
     base = type(module)
     identity = (base, tuple(keys))
     if identity not in _classes:
@@ -132,12 +135,12 @@ def _reader(name: str) -> property:
 
     def read(self: Any) -> Any:  # a marked module
         parameter = self._parameters.get(name, _ABSENT)
-        # Dynamo traces this for every parameter: no call that is not needed. KEYS and STATE.
+        # Dynamo traces this for every parameter: no call that is not needed. KEYS and MODE.
         if torch.compiler.is_dynamo_compiling():
             if isinstance(parameter, nn.Parameter):
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 return torch.ops.fxzero.unshard(
-                    local, self._fxzero_keys[name], self._fxzero_state.sync
+                    local, self._fxzero_keys[name], getattr(MODES, self._fxzero_mode)
                 )
             if parameter is not _ABSENT:  # None, or what functional_call was given
                 return parameter

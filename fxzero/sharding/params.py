@@ -66,14 +66,26 @@ class Traffic:
         self.reduced_bytes += other.reduced_bytes
 
 
+class Modes:
+    """By model, the `GradSync` value that holds now, as an attribute.
+
+    Compiled forwards come here for each parameter. To an object that all modules held they would
+    come by as many ways, and Dynamo would see in every call that all of them lead to the same one.
+    """
+
+
+MODES = Modes()
+_modes = itertools.count()
+
+
 @dataclass(eq=False)
 class ModelState:
     """What all parameters of one sharded model share."""
 
     zero: int
     number: int
-    sync: str = GradSync.REDUCE.value
-    """A `GradSync` value. A plain string, so that Dynamo guards on it."""
+    mode: str = field(default_factory=lambda: f"model_{next(_modes)}")
+    """The attribute of `MODES` that says what happens to its gradients."""
     kept: dict[str, KeptGradient] = field(default_factory=dict)
     """Full gradients kept back by `no_sync`, by parameter key."""
     synchronised: bool = False
@@ -82,6 +94,19 @@ class ModelState:
     """What compiled graphs of this model have communicated so far."""
     buffers: Callable[[], None] | None = None
     """Broadcasts the buffers that a forward has changed; None if every rank keeps its own."""
+
+    def __post_init__(self) -> None:
+        self.sync = GradSync.REDUCE.value
+        weakref.finalize(self, vars(MODES).pop, self.mode, None)
+
+    @property
+    def sync(self) -> str:
+        """A `GradSync` value. A plain string, so that Dynamo guards on it."""
+        return str(getattr(MODES, self.mode))
+
+    @sync.setter
+    def sync(self, value: str) -> None:
+        setattr(MODES, self.mode, value)
 
 
 @dataclass(frozen=True, eq=False)
