@@ -2,10 +2,12 @@
 
     python examples/benchmarks/compile_time.py --depths 12,48,96 --json compile_time.json
     python examples/benchmarks/compile_time.py --doors fxzero,fxzero-step --depths 12,96 --json FILE
+    python examples/benchmarks/compile_time.py --doors fxzero-step --peers "" --depths 24 \
+        --micro-batches 4,64 --json FILE
 
 Each figure is the first forward and backward of fresh processes (of a compiled step: that step),
 with an empty compile cache (cold) and with what such a run has left there (warm). Equal layers are
-one compilation for fxzero, so depth should cost it little.
+one compilation for fxzero, so depth should cost it little; and so should a step's micro-batches.
 """
 
 from __future__ import annotations
@@ -26,37 +28,35 @@ from examples.benchmarks.report import compile_row, conditions, table, write_jso
 from examples.benchmarks.workload import Job
 
 
-def parse_depths(text: str) -> list[int]:
-    """Read a comma-separated list of numbers of layers."""
-    try:
-        return [int(depth) for depth in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"--depths must be numbers, by comma, not {text!r}") from None
-
-
 def render(rows: Sequence[dict[str, Any]], reference: str) -> str:
     """Show the rows as a table, with ratios to the reference at the same depth."""
-    base = {row["layers"]: row for row in rows if row["name"] == reference}
-    header = ["contender", "zero", "layers", "cold s", "min", "max", "time ratio", "cpu s"]
-    header += ["warm s", "warm ratio", "warm cpu s", "peak MB"]
+    base = {_size(row): row for row in rows if row["name"] == reference}
+    header = ["contender", "zero", "layers", "micro", "cold s", "min", "max", "time ratio", "cpu s"]
+    header += ["warm s", "warm ratio", "warm cpu s", "again cpu s", "peak MB"]
     lines = [
         [
             row["name"],
             str(row["zero"]),
             str(row["layers"]),
+            str(row["micro_batches"]),
             f"{row['first_backward_s']:.1f}",
             f"{row['min_s']:.1f}",
             f"{row['max_s']:.1f}",
-            f"{row['first_backward_s'] / base[row['layers']]['first_backward_s']:.3f}",
+            f"{row['first_backward_s'] / base[_size(row)]['first_backward_s']:.3f}",
             f"{row['cpu_s']:.1f}",
             f"{row['warm_s']:.1f}",
-            f"{row['warm_s'] / base[row['layers']]['warm_s']:.3f}",
+            f"{row['warm_s'] / base[_size(row)]['warm_s']:.3f}",
             f"{row['warm_cpu_s']:.1f}",
+            f"{row['again_cpu_s']:.1f}",
             f"{row['peak_with_compile_bytes'] / 1e6:.1f}",
         ]
         for row in rows
     ]
-    return f"{table(header, lines)}\nratios are to {reference} at the same depth"
+    return f"{table(header, lines)}\nratios are to {reference} at the same size"
+
+
+def _size(row: dict[str, Any]) -> tuple[int, int]:
+    return row["layers"], row["micro_batches"]
 
 
 def main(
@@ -68,6 +68,9 @@ def main(
     peers: Annotated[str, typer.Option(help="Whom to compare with, by comma.")] = "inductor",
     doors: Annotated[str, typer.Option(help="fxzero's own contenders; may be empty.")] = "fxzero",
     depths: Annotated[str, typer.Option(help="Transformer blocks, by comma.")] = "12,48,96",
+    micro_batches: Annotated[
+        str, typer.Option(help="Parts of a step's batch, by comma; only fxzero-step has them.")
+    ] = "1",
     zero: Annotated[int, typer.Option(help="ZeRO stage of fxzero.", min=0, max=3)] = 3,
     fxzero_options: Annotated[str, typer.Option(help="torch.compile options, as JSON.")] = "{}",
     ranks: Annotated[int, typer.Option(help="Processes.", min=1)] = 2,
@@ -91,9 +94,18 @@ def main(
         threads=threads,
         timeout_s=timeout_s,
     )
+    numbers = options.numbers("--micro-batches", micro_batches)
+    if max(numbers) > 1 and names != ["fxzero-step"]:
+        raise typer.BadParameter(f"--micro-batches: only fxzero-step has them, not {names}")
     jobs = [
-        replace(job, contender=name, workload=workload.with_layers(layers))
-        for layers in parse_depths(depths)
+        replace(
+            job,
+            contender=name,
+            workload=replace(workload.with_layers(layers), batch=batch * number),
+            micro_batches=number,
+        )
+        for layers in options.numbers("--depths", depths)
+        for number in numbers
         for name in names
     ]
     facts = conditions("compile_time.py", job, ranks)
@@ -110,7 +122,7 @@ def main(
         "first_backward_s": "first forward and backward (fxzero-step: the first step), slowest "
         "rank, imports not counted",
         "cpu_s": "CPU seconds of the slowest rank's own process meanwhile, empty caches; "
-        "warm_cpu_s with full ones",
+        "warm_cpu_s with full ones; again_cpu_s for the same once more, which compiles nothing",
         "compile_cache": "empty at the start of each run; for warm_s, left by such a run",
     }
     write_json(json_path, facts, rows)

@@ -82,7 +82,12 @@ def fxzero_step(model: GPT, job: Job) -> Training:
 
     model = fxzero.shard(model, zero=job.zero)
     optimizer = AdamW(model.parameters(), lr=1e-3, fused=True)
-    compiled = fxzero.compile_step(model, optimizer, options=dict(job.fxzero_options))
+    compiled = fxzero.compile_step(
+        model,
+        optimizer,
+        micro_batches=job.micro_batches,
+        options=dict(job.fxzero_options),
+    )
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         return compiled(tokens, targets).loss

@@ -37,6 +37,14 @@ def chosen(doors: str, peers: str) -> tuple[list[str], str]:
     return names, (peer_names or names)[0]
 
 
+def numbers(option: str, text: str) -> list[int]:
+    """Read an option's comma-separated list of numbers."""
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{option} must be numbers, by comma, not {text!r}") from None
+
+
 def contenders(text: str) -> list[str]:
     """Split a comma-separated list of contenders and reject unknown ones."""
     names = [name.strip() for name in text.split(",") if name.strip()]

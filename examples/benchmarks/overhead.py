@@ -22,7 +22,7 @@ from torch.optim import AdamW
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # examples is not installed
 
-from examples.benchmarks.compile_time import parse_depths
+from examples.benchmarks import options
 from examples.benchmarks.report import machine, table, write_json
 from examples.models import GPT, GPTConfig
 
@@ -92,7 +92,7 @@ def main(
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     with fake_ranks(ranks):
-        for depth in parse_depths(layers):
+        for depth in options.numbers("--layers", layers):
             for name, actions in contenders(depth).items():
                 torch._dynamo.reset()
                 rows.append({"name": name, "layers": depth, **measure(steps, actions)})

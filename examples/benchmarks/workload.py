@@ -95,6 +95,8 @@ class Job:
     zero: int = 3
     """ZeRO stage of the fxzero contender; the peers have their own."""
     fxzero_options: Mapping[str, Any] = field(default_factory=dict)
+    micro_batches: int = 1
+    """Of fxzero's own step: into how many parts it splits the batch."""
     warmup: int = 4
     steps: int = 12
     threads: int = 1
