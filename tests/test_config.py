@@ -9,6 +9,7 @@ import pytest
 
 from fxzero import Config, ConfigError, FxZeroWarning
 from fxzero.compiler.compilation import Compilation
+from fxzero.compiler.pipelines import loop_passes
 from fxzero.passes import Bucket, LowerRegions, Prefetch
 from fxzero.passes.lower_regions import RegionBackend
 from fxzero.settings import build
@@ -131,12 +132,13 @@ def test_optional_and_fractional_settings() -> None:
 
 def test_what_cannot_take_effect_warns_and_is_an_error_if_strict() -> None:
     """A pass notes it in the context; the compilation speaks once."""
-    lenient = Compilation(Config(), plain={})
+    lenient = Compilation(Config(), loop_passes(Config()), plain={})
     lenient.context.warnings.append("a setting did nothing")
     with pytest.warns(FxZeroWarning, match="^a setting did nothing$"):
         lenient.warn()
     lenient.warn()
-    strict = Compilation(Config(strict=True), plain={})
+    config = Config(strict=True)
+    strict = Compilation(config, loop_passes(config), plain={})
     strict.context.warnings.append("a setting did nothing")
     with pytest.raises(ConfigError, match=r"a setting did nothing \(an error because strict=True"):
         strict.warn()

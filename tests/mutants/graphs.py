@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fxzero.compiler.run import run_passes
 from fxzero.inspect.capture import fake_ranks
-from fxzero.passes import Context, Fact, LowerTransfers, Prefetch, ReleaseSaved
+from fxzero.passes import Bucket, Context, Fact, LowerTransfers, Prefetch, ReleaseSaved
 from tests import tracing
 from tests.stepping import EAGER, chain_of, step_graph
 from tests.tracing import scheduled, sides
@@ -81,7 +81,7 @@ def layers_in_a_step() -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 def _loop(**setup: Any) -> None:
-    scheduled(layers, "prefetch", tracing.Bucket(), **setup)
+    scheduled(layers, "prefetch", Bucket(), **setup)
 
 
 def _step(**settings: Any) -> None:
@@ -104,7 +104,7 @@ def _released() -> None:
 
 
 def _lowered() -> None:
-    graph = scheduled(layers, "prefetch", tracing.Bucket(), Prefetch(distance=1), zero=3)
+    graph = scheduled(layers, "prefetch", Bucket(), Prefetch(distance=1), zero=3)
     gloo = mock.patch("fxzero.passes.lower_transfers.backend_of", return_value="gloo")
     with fake_ranks(8), gloo:
         run_passes([LowerTransfers()], graph, Context(), given=_SIDE)

@@ -18,7 +18,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import fxzero
-from fxzero.runtime import regions, updates
+from fxzero.regions import region as regions
+from fxzero.runtime import updates
 from tests.work import calls
 
 EAGER: dict[str, Any] = {"lower_regions": {"backend": "eager"}}

@@ -76,8 +76,8 @@ FAULTS = (
     Fault(
         "the norm is taken, and nothing is clipped by it",
         "fxzero/runtime/updates.py",
-        "    if scale is not None:\n        torch._foreach_mul_(grads, scale)",
-        "    if scale is None:\n        torch._foreach_mul_(grads, 1.0)",
+        "    if scale is not None:\n        foreach_mul_(grads, scale)",
+        "    if scale is None:\n        foreach_mul_(grads, 1.0)",
         "tests/step/test_train_step.py::test_bitwise[0.5-1]",
     ),
     Fault(
@@ -97,8 +97,8 @@ FAULTS = (
     Fault(
         "a skipped step counts for Adam's bias correction",
         "fxzero/runtime/updates.py",
-        "torch._foreach_sub_(steps, [skip] * len(steps))",
-        "torch._foreach_sub_(steps, [0 * skip] * len(steps))",
+        "foreach_sub_(steps, [skip] * len(steps))",
+        "foreach_sub_(steps, [0 * skip] * len(steps))",
         "tests/parity/test_step.py::test_an_overflow_on_one_rank_skips_the_step_on_all[3]",
     ),
     Fault(
