@@ -11,8 +11,8 @@ micro-batches the graph holds five: see `fxzero.graph.steady`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -21,7 +21,8 @@ from fxzero.errors import ConfigError
 from fxzero.graph import Phase, Role, Stamp, StepGraph
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.graph.steady import UNROLLED, steady_runs
-from fxzero.passes.base import Context, Door, Fact, Notes, Pass
+from fxzero.passes.base import Context, Door, Fact, Notes
+from fxzero.passes.decision import DecidingPass, Decision
 
 _aten = torch.ops.aten
 _MICRO_BATCH = torch.ops.fxzero.micro_batch.default
@@ -93,18 +94,27 @@ def mean(graph: StepGraph, losses: list[fx.Node]) -> fx.Node:
 
 
 @dataclass(frozen=True)
-class Accumulate(Pass):
+class Held(Decision):
+    """How much of a step its graph holds."""
+
+    micro_steps: int
+    """All of the step's, or five, of which the fourth stands for several."""
+
+
+@dataclass(frozen=True)
+class Accumulate(DecidingPass[Held]):
     """Run several micro-batches in one step."""
 
     name: ClassVar[str] = "accumulate"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.STAMPED, Fact.RECOMPUTED})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.ACCUMULATED})
+    decides: ClassVar[type[Any]] = Held
     doors: ClassVar[frozenset[Door]] = frozenset({Door.STEP})
 
     micro_batches: int = 1
     """Into how many equal parts a batch is split along dim 0."""
-    unroll: bool = False
-    """Hold all of them in the graph, however many there are."""
+    unroll: str = field(default="", repr=False)
+    """Why the graph shall hold all of them, however many there are; empty if five may do."""
 
     def __post_init__(self) -> None:
         """A batch has one part or more."""
@@ -112,14 +122,29 @@ class Accumulate(Pass):
         if self.micro_batches < 1:
             raise ConfigError(f"micro_batches={self.micro_batches} must be 1 or more")
 
-    def run(self, graph: StepGraph, ctx: Context) -> Notes:
-        """See the module's docstring."""
+    def decide(self, graph: StepGraph, ctx: Context) -> Held:
+        """Five, unless there are fewer or a schedule has shown that it does not repeat."""
+        most = self.micro_batches if self.unroll else UNROLLED
+        return Held(min(self.micro_batches, most))
+
+    def apply(self, graph: StepGraph, decision: Held, ctx: Context) -> Notes:
+        """See the module's docstring.
+
+        Raises:
+            ConfigError: the graph of such a step cannot hold so many.
+        """
+        unrolled = decision.micro_steps
+        allowed = {self.micro_batches, min(self.micro_batches, UNROLLED)}
+        if unrolled not in allowed:
+            raise ConfigError(
+                f"the plan's accumulate.micro_steps={unrolled}: of {self.micro_batches} "
+                f"micro-batches the graph holds {' or '.join(map(str, sorted(allowed)))}"
+            )
         nodes = list(graph.nodes())
         first = list(graph.output_values)
         changed, loss = graph.changed, graph.loss
         assert loss is not None
         values = [list(first)]
-        unrolled = self.micro_batches if self.unroll else min(self.micro_batches, UNROLLED)
         if unrolled < self.micro_batches:
             graph.steady_runs = steady_runs(self.micro_batches)
         for micro_step in range(1, unrolled):
@@ -134,4 +159,5 @@ class Accumulate(Pass):
                     result[position] = add_up(graph, [v[position] for v in values])
         graph.set_output_values(result)
         take_rows(graph, unrolled)
-        return Notes(micro_batches=self.micro_batches, unrolled=unrolled, nodes=len(nodes))
+        why = {"because": self.unroll} if self.unroll else {}
+        return Notes(micro_batches=self.micro_batches, unrolled=unrolled, nodes=len(nodes), **why)

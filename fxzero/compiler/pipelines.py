@@ -74,14 +74,14 @@ def step_passes(
     max_norm: float | None = None,
     *,
     scaled: bool = False,
-    unroll: bool = False,
+    unroll: str = "",
 ) -> Pipelines:
     """The passes of a graph that ends in the update.
 
     Args:
         max_norm: what gradients are clipped to.
         scaled: whether the loss is scaled.
-        unroll: whether the graph holds all micro-batches, however many there are.
+        unroll: why the graph must hold all micro-batches; empty if it need not.
 
     Raises:
         ConfigError: no such number of micro-batches, or norm.

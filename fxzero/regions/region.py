@@ -166,9 +166,6 @@ SECONDS_BETWEEN_WORDS = 5.0
 
 CACHE = RegionCache()
 
-ALIGNMENT_BYTES = 64
-"""What Inductor asks of addresses: 16 bytes on CUDA, and on CPU at most a cache line."""
-
 
 @contextlib.contextmanager
 def fresh_cache() -> Iterator[None]:
@@ -186,11 +183,11 @@ def _describe(value: Any) -> tuple[object, bool]:
         symbolic = any(is_symbolic(s) for s in (*value.shape, *value.stride()))
         shape = (str(tuple(value.shape)), str(tuple(value.stride())))
         offset = value.storage_offset()
+        # Code is given an address. Where vectors must lie on certain ones, on CUDA, Inductor looks
+        # at each when it runs, and copies what does not.
         if is_symbolic(offset):
             return (*shape, str(offset), value.dtype, value.device), True
-        # Code is given an address: all that it is compiled for is whether vectors fit there.
-        aligned = offset * value.element_size() % ALIGNMENT_BYTES == 0
-        return (*shape, aligned, value.dtype, value.device), symbolic
+        return (*shape, value.dtype, value.device), symbolic
     return str(value), is_symbolic(value)
 
 

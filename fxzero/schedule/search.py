@@ -246,7 +246,8 @@ def best_order(
 ) -> Found | None:
     """The order that holds least among those that are about as fast as the fastest found.
 
-    Never slower than gathers one ahead of their use, if the budget allows those.
+    Never slower than gathers one ahead of their use, if the budget allows those and they are what
+    is preferred.
 
     Args:
         prefer: what is asked of an order, if any that was found can do it.

@@ -23,7 +23,7 @@ from fxzero.capture.shard_inputs import take_local_tensors
 from fxzero.compiler.compilation import Compilation, decompositions_of
 from fxzero.compiler.config import Config
 from fxzero.compiler.pipelines import step_passes
-from fxzero.errors import CaptureError
+from fxzero.errors import CaptureError, ConfigError
 from fxzero.graph import StepGraph
 from fxzero.graph.steady import UNROLLED, NotSteadyError
 from fxzero.graph.writes import refuse_writes
@@ -102,10 +102,16 @@ def compile_graph(
             compilation.schedule(graph)
             call = compilation.lower_whole(graph)
         except NotSteadyError as error:
-            log.info("compiling all %d micro-batches one by one: %s", micro_batches, error)
+            if config.plan:
+                raise ConfigError(
+                    f"plan={config.plan!r}: its graph holds {UNROLLED} micro-steps, of which the "
+                    f"fourth stands for others, and {error}. Order every micro-step alike, or set "
+                    f"accumulate.micro_steps={micro_batches} and drop what was decided after it."
+                ) from None
+            log.warning("compiling %d micro-batches one by one: %s", micro_batches, error)
             assert spare is not None
-            graph = spare
-            compilation.start_again(pipelines(unroll=True))
+            graph, why = spare, str(error)
+            compilation.start_again(pipelines(unroll=why))
             compilation.schedule(graph)
             call = compilation.lower_whole(graph)
         binder = Binder(graph, layout, micro_batches)

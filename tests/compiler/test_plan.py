@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,12 @@ Data = dict[str, Any]
 
 
 def captured(
-    options: Data | None = None, *, zero: int = 3, step: bool = False, depth: int = DEPTH
+    options: Data | None = None,
+    *,
+    zero: int = 3,
+    step: bool = False,
+    depth: int = DEPTH,
+    micro_batches: int = 2,
 ) -> Capture:
     """Eight ranks that exist only in name."""
     build = chain(depth, WIDTH, 8)
@@ -40,7 +46,7 @@ def captured(
         zero=zero,
         world_size=8,
         step=step,
-        micro_batches=2 if step else 1,
+        micro_batches=micro_batches if step else 1,
         options=options or SMALL,
     )
 
@@ -95,6 +101,46 @@ def test_a_plan_replays_to_the_letter(tmp_path: Path, zero: int, step: bool) -> 
     assert zero == 0 or text(captured(other, zero=zero, step=step)) != text(first)
     again = captured({**other, "plan": str(path)}, zero=zero, step=step)
     assert text(again) == text(first)
+
+
+LONG = {"step": True, "micro_batches": 8}
+"""More micro-batches than a graph needs to hold."""
+
+
+@pytest.mark.parametrize(("distance", "held"), [(1, 5), (50, 8)])
+def test_a_plan_of_many_micro_batches(tmp_path: Path, distance: int, held: int) -> None:
+    """Of five micro-steps, or of all where the schedule does not repeat."""
+    path = tmp_path / "plan.json"
+    options = {**SMALL, "prefetch": {"distance": distance, "reduce_distance": distance}}
+    first = captured(options, **LONG)
+    data = written(path, first, options)
+    assert only_graph(data)["accumulate"] == {"micro_steps": held}
+    again = replayed(path, **LONG)
+    assert launches(again) == launches(first)
+    # A graph that was made twice numbers its nodes otherwise.
+    mine, theirs = (re.sub(r"_[0-9]+", "", text(found)) for found in (again, first))
+    assert mine == theirs
+
+
+def test_a_plan_in_which_one_micro_step_differs(tmp_path: Path) -> None:
+    """One that stands for others cannot: the message says which, and what to do."""
+    path = tmp_path / "plan.json"
+    data = written(path, captured(**LONG))
+    order = only_graph(data)["prefetch"]["order"]
+    steady = [i for i, name in enumerate(order) if name.endswith("forward #4")]
+    place = next(i for i in steady if order[i - 1].startswith("gather.forward"))
+    order[place - 1], order[place - 2] = order[place - 2], order[place - 1]
+    with pytest.raises(ConfigError, match=r"its graph holds 5 micro-steps.*Order every micro-step"):
+        replayed(path, data, **LONG)
+
+
+def test_a_plan_of_too_few_micro_steps(tmp_path: Path) -> None:
+    """A graph holds all of them, or five."""
+    path = tmp_path / "plan.json"
+    data = written(path, captured(**LONG))
+    only_graph(data)["accumulate"]["micro_steps"] = 3
+    with pytest.raises(ConfigError, match="of 8 micro-batches the graph holds 5 or 8"):
+        replayed(path, data, **LONG)
 
 
 def test_it_says_by_what_it_was_decided(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fxzero.runtime import executor
 from tests.pairwise import pairwise
 from tests.parity.harness import Pools
 from tests.parity.test_step import Case, trains_as_the_eager_loop
+from tests.tracing import observed
 
 EAGER = {"lower_regions": {"backend": "eager"}}
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -140,6 +141,36 @@ def fall_back() -> None:
     theirs, _ = all_in_one_graph(7, **settings)
     assert held == 7
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("rows", [3, 4, 8, 12])
+def test_rows_that_begin_anywhere(ranks: Pools, rows: int) -> None:
+    """Labels of 32 bytes a micro-batch are aligned in every second one: regions do not mind."""
+    ranks(2).run(classify, rows)
+
+
+def classify(rows: int) -> None:
+    """Job: integer labels, under default settings."""
+    torch.manual_seed(dist.get_rank())
+    x, labels = torch.randn(rows * 8, 6), torch.randint(0, 3, (rows * 8,))
+    found = []
+    for unrolled in (UNROLLED, 100):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        seen: list[Compilation] = []
+        model = fxzero.shard(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)), zero=3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_fn = nn.functional.cross_entropy
+        with (
+            mock.patch("fxzero.passes.accumulate.UNROLLED", unrolled),
+            mock.patch("fxzero.step.capture.UNROLLED", unrolled),
+            observed(seen.append),
+        ):
+            step = fxzero.compile_step(model, optimizer, loss_fn, micro_batches=8)
+            found.append([step(x, labels).loss, *(p.to_local() for p in model.parameters())])
+        notes = next(r.notes for r in seen[0].records if r.name == "accumulate")
+        assert notes["unrolled"] == min(unrolled, 8)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_ranks_with_other_numbers_of_micro_batches(ranks: Pools) -> None:
