@@ -24,7 +24,8 @@ class Limits:
 
     @classmethod
     def from_environment(cls) -> Limits:
-        """By FXZERO_WARN_S. Below its default of 30 all other limits shrink alike.
+        """By FXZERO_WARN_S. Below its default of 30 all other limits shrink alike, but for the
+        probe: on a busy machine an answer takes as long, however impatient somebody is.
 
         Raises:
             ConfigError: it is no positive number.
@@ -37,7 +38,8 @@ class Limits:
         if not 0 < warn < float("inf"):
             raise ConfigError(f"FXZERO_WARN_S={text!r} must be a positive number of seconds")
         scale = min(warn / 30, 1.0)
-        return cls(warn, 3 * scale, 10 * scale, 20 * scale, 5 * scale, 2 * scale, scale)
+        probe = max(5 * scale, 2.0)
+        return cls(warn, 3 * scale, 10 * scale, 20 * scale, probe, 2 * scale, scale)
 
 
 @dataclass
