@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -53,6 +55,16 @@ def compiled_step(
         torch._dynamo.reset()
     (compilation,) = found
     return compilation
+
+
+@contextlib.contextmanager
+def holding(micro_steps: int) -> Iterator[None]:
+    """Let graphs hold up to so many micro-steps."""
+    with (
+        mock.patch("fxzero.passes.accumulate.UNROLLED", micro_steps),
+        mock.patch("fxzero.step.capture.UNROLLED", micro_steps),
+    ):
+        yield
 
 
 def step_graph(

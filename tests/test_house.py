@@ -133,7 +133,7 @@ def test_the_walk_sees_what_it_looks_for(tmp_path: Path, monkeypatch: pytest.Mon
     )
     monkeypatch.setattr("tests.test_house.ROOT", tmp_path)
     assert len(list(private_uses(file))) == 4
-    assert ("fxzero.cli.app" in {other for _, other in imports(file)}) is True
+    assert "fxzero.cli.app" in {other for _, other in imports(file)}
 
 
 def pass_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Pass]:

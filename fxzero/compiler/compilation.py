@@ -16,7 +16,7 @@ from fxzero.capture.fold_layers import Folds, unfold
 from fxzero.compiler.config import Config
 from fxzero.compiler.pipelines import Pipelines
 from fxzero.compiler.plan import Plan
-from fxzero.compiler.run import PassRecord, check_contracts, run_passes
+from fxzero.compiler.run import PassRecord, run_passes
 from fxzero.errors import ConfigError, FxZeroWarning
 from fxzero.graph import StepGraph
 from fxzero.graph.cut import Sides, crossing, cut
@@ -143,7 +143,6 @@ class Compilation:
         self, graph: StepGraph, passes: Sequence[Pass], given: frozenset[Fact]
     ) -> frozenset[Fact]:
         """Run passes, and keep what they say; what is true of the graph then."""
-        facts = check_contracts(passes, given)
         self.records += run_passes(
             passes,
             graph,
@@ -153,7 +152,7 @@ class Compilation:
             observe=log_record,
         )
         self.warn()
-        return facts
+        return given.union(*(one.provides for one in passes))
 
     def cut(self, graph: StepGraph) -> Sides:
         """Split the scheduled graph; backward may free what only it can see."""

@@ -54,9 +54,8 @@ class _Part:
                 self.inputs.append(i)
                 self.copies[node] = self.graph.placeholder(node.name)
 
-    def unpack(self, values: Iterable[fx.Node]) -> None:
+    def unpack(self, state: fx.Node, values: Iterable[fx.Node]) -> None:
         """Take values out of the list in which they come."""
-        state = self.graph.placeholder("state")
         for value in reversed(tuple(values)):
             self.copies[value] = self.graph.call_method("pop", (state,))
 
@@ -98,17 +97,17 @@ def looped(
     before.graph.output([before.copies[value] for value in state])
 
     body = _Part(loop.body)
-    body.unpack(state)
-    index = body.graph.placeholder("index")
+    handed, index = body.graph.placeholder("state"), body.graph.placeholder("index")
     body.take_inputs(graph.graph)
+    body.unpack(handed, state)
     body.copy(index)
     left = [body.copies[value] for value in following]
     body.graph.output((left, [body.copies[value] for value in loop.collected]))
 
     after = _Part(loop.after)
-    after.unpack(following)
-    collected = after.graph.placeholder("collected")
+    handed, collected = after.graph.placeholder("state"), after.graph.placeholder("collected")
     after.take_inputs(graph.graph, also=[graph.output])
+    after.unpack(handed, following)
     after.copies |= dict.fromkeys(loop.collected, collected)
     after.copy()
     for node in loop.after:

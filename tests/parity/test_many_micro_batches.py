@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxzero
-from fxzero.compiler.compilation import Compilation, observers
+from fxzero.compiler.compilation import Compilation
 from fxzero.graph.steady import UNROLLED, NotSteadyError
 from fxzero.runtime import executor
 from tests.pairwise import pairwise
 from tests.parity.harness import Pools
 from tests.parity.test_step import Case, trains_as_the_eager_loop
+from tests.stepping import holding
 from tests.tracing import observed
 
 EAGER = {"lower_regions": {"backend": "eager"}}
@@ -61,15 +62,12 @@ def trained(micro_batches: int, steps: int = 3, **settings: Any) -> tuple[list[T
     step = fxzero.compile_step(
         model, optimizer, nn.functional.mse_loss, micro_batches=micro_batches, **settings
     )
-    observers.append(seen.append)
     found: list[Tensor] = []
-    try:
+    with observed(seen.append):
         for number in range(steps):
             torch.manual_seed(100 * number + dist.get_rank())
             out = step(torch.randn(2 * micro_batches, 6), torch.randn(2 * micro_batches, 3))
             found += [out.loss, *([] if out.grad_norm is None else [out.grad_norm])]
-    finally:
-        observers.remove(seen.append)
     local = [getattr(p, "_local_tensor", p) for p in model.parameters()] + list(model.buffers())
     state = [v for p in model.parameters() for v in optimizer.state[p].values()]
     local += [getattr(v, "_local_tensor", v) for v in state]
@@ -82,10 +80,7 @@ def trained(micro_batches: int, steps: int = 3, **settings: Any) -> tuple[list[T
 
 def all_in_one_graph(micro_batches: int, **settings: Any) -> tuple[list[Tensor], int]:
     """The same with every micro-step in the graph."""
-    with (
-        mock.patch("fxzero.passes.accumulate.UNROLLED", 100),
-        mock.patch("fxzero.step.capture.UNROLLED", 100),
-    ):
+    with holding(100):
         return trained(micro_batches, **settings)
 
 
@@ -161,11 +156,7 @@ def classify(rows: int) -> None:
         model = fxzero.shard(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)), zero=3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loss_fn = nn.functional.cross_entropy
-        with (
-            mock.patch("fxzero.passes.accumulate.UNROLLED", unrolled),
-            mock.patch("fxzero.step.capture.UNROLLED", unrolled),
-            observed(seen.append),
-        ):
+        with holding(unrolled), observed(seen.append):
             step = fxzero.compile_step(model, optimizer, loss_fn, micro_batches=8)
             found.append([step(x, labels).loss, *(p.to_local() for p in model.parameters())])
         notes = next(r.notes for r in seen[0].records if r.name == "accumulate")

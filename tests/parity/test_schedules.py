@@ -146,4 +146,5 @@ def train_in_low_precision(zero: int) -> None:
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):
             mine, theirs = (getattr(p, "_local_tensor", p) for p in (a, b))
-            assert torch.allclose(mine, theirs, atol=2e-3)
+            # The rate, times a rounding to bfloat16 on either side of gradients below 2.
+            assert torch.allclose(mine, theirs, rtol=0, atol=0.1 * 2 * 2 * 2**-8)
