@@ -24,8 +24,8 @@ from fxzero._compat import (
     dtensor_of,
     is_plain_to_local,
     layout_of,
-    local_fake,
     local_tensor,
+    own_local_fake,
     without_torch_function,
 )
 
@@ -49,7 +49,7 @@ def take_local_tensors(
         value = node.meta.get("example_value")
         if not isinstance(value, DTensor) or not all(is_plain_to_local(n) for n in readers):
             continue
-        local = local_fake(value)
+        local = own_local_fake(node)
         inputs[position] = node.meta["example_value"] = local
         positions.append(position)
         for reader in readers:

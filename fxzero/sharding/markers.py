@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxzero._compat import never_compile_alone, pytree
+from fxzero._compat.equal_layers import trace_equal_layers_once
 from fxzero.errors import ShardingError
 from fxzero.sharding.buffers import forward_then_sync
 from fxzero.sharding.full_parameter import full_parameter
@@ -54,6 +55,11 @@ def mark(module: nn.Module, keys: dict[str, str], state: ModelState) -> None:
             members["_update_flat_weights"] = _keep_flat_weights
         _classes[identity] = _subclass(base, members)
     module.__class__ = _classes[identity]
+    trace_equal_layers_once(_has_markers, KEYS)
+
+
+def _has_markers(module: nn.Module) -> bool:
+    return any(KEYS in vars(part) for part in module.modules())
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:

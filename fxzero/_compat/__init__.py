@@ -219,9 +219,11 @@ def use_count(tensor: torch.Tensor) -> int:
     return count()
 
 
-def local_fake(value: DTensor) -> torch.Tensor:
-    """A fake input that stands for the local tensor of a fake DTensor."""
-    local = value._local_tensor
+def own_local_fake(node: fx.Node) -> torch.Tensor:
+    """A fake input that stands for the local tensor of the fake DTensor that a graph takes."""
+    value = node.meta["example_value"]
+    local = node.meta.get("fxzero_local")  # of a copy: `equal_layers`
+    local = value._local_tensor if local is None else local
     with fake_mode_of_tensor(local):
         return local.detach().requires_grad_(value.requires_grad)
 

@@ -1,0 +1,444 @@
+"""Equal layers, traced once: the graph, the guards and the numbers are those of tracing each."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+import fxzero
+from fxzero import _compat
+from fxzero._compat import equal_layers
+from fxzero.graph.modules import module_path
+from fxzero.inspect.capture import fake_ranks
+from tests.architectures.models import ARCHITECTURES
+
+NUM_LAYERS = 4
+SAMPLE = ["gpt2", "llama", "bert", "t5", "mixtral", "vit"]
+"""Architectures that are compared here; `python -m tests.architectures` trains all of them."""
+
+
+class Config:
+    """What a model's layers share."""
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+class Layer(nn.Module):
+    """A block with what blocks have: submodules, a buffer, settings, a choice."""
+
+    shift: Tensor
+
+    def __init__(self, config: Config, index: int) -> None:
+        super().__init__()
+        self.config = config
+        self.index = index
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+        self.dropout = nn.Dropout(0.0)
+        self.act: Callable[[Tensor], Tensor] = torch.tanh
+        self.register_buffer("shift", torch.full((8,), 0.5))
+        self.reads_index = False
+        self.other: Any = None
+
+    def forward(self, x: Tensor, scale: float = 1.0, both: bool = False) -> Any:
+        h = self.dropout(self.down(self.act(self.up(self.norm(x)))))
+        if self.reads_index:
+            h = h * self.index
+        if self.other is self.config:
+            h = h + 1
+        y = x + scale * h * self.config.scale + self.shift
+        return (y, h.mean()) if both else y
+
+
+class Model(nn.Module):
+    """Layers in a list, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = Config()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(Layer(self.config, i) for i in range(NUM_LAYERS))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+@dataclass
+class Seen:
+    """What Dynamo did."""
+
+    copied: int = 0
+    graphs: list[fx.GraphModule] = field(default_factory=list)
+
+    def backend(self, module: fx.GraphModule, _: Any) -> Any:
+        self.graphs.append(module)
+        return module.forward
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Counts copied calls, and keeps graphs."""
+    result = Seen()
+    original = equal_layers._Trace.copy
+
+    def counted(self: Any, *args: Any) -> Any:
+        result.copied += 1
+        return original(self, *args)
+
+    monkeypatch.setattr(equal_layers._Trace, "copy", counted)
+    torch._dynamo.reset()
+    return result
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process, so that parameters are DTensors that can be trained."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def traced(*, once: bool) -> Iterator[None]:
+    torch._dynamo.reset()
+    with contextlib.nullcontext() if once else equal_layers.tracing_every_layer():
+        yield
+
+
+def described(module: fx.GraphModule) -> list[Any]:
+    """A graph without its values' names: what each node is, does, reads and lies in."""
+    position = {node: i for i, node in enumerate(module.graph.nodes)}
+
+    def number(node: fx.Node) -> str:
+        return f"%{position[node]}"
+
+    result = []
+    for node in module.graph.nodes:
+        value = node.meta.get("example_value")
+        layout = None
+        if isinstance(value, Tensor):
+            layout = (type(value), value.shape, value.stride(), value.dtype, value.requires_grad)
+        target = node.target
+        args = fx.node.map_arg((node.args, node.kwargs), number)
+        result.append((node.op, target, repr(args), module_path(node), layout))
+    return result
+
+
+def test_the_graph_is_the_one_of_tracing_each_layer(seen: Seen) -> None:
+    """Node by node, of shards on two ranks: targets, arguments, modules, values, sources."""
+    with fake_ranks(2):
+        model = fxzero.shard(Model(), zero=3)
+        for once in (False, True):
+            with traced(once=once):
+                torch.compile(model, backend=seen.backend)(torch.ones(2, 8))
+    each, copied = map(described, seen.graphs)
+    assert seen.copied == NUM_LAYERS - 1
+    assert each == copied
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_graphs_of_transformers_models(name: str, seen: Seen) -> None:
+    """Whatever their forward does, it is the graph of tracing each of their layers."""
+    architecture = ARCHITECTURES[name]
+    with fake_ranks(2):
+        model = fxzero.shard(architecture.build(), zero=3)
+        batch = architecture.batch(2, seed=0)
+        for once in (False, True):
+            with traced(once=once), _compat.lenient_tracing(model.modules()):
+                torch.compile(model, backend=seen.backend)(**batch)
+    half = len(seen.graphs) // 2
+    for each, copied in zip(seen.graphs[:half], seen.graphs[half:], strict=True):
+        assert described(each) == described(copied)
+
+
+def compiled_by_fxzero(function: Any) -> Any:
+    return torch.compile(
+        function, backend="fxzero", options={"lower_regions": {"backend": "eager"}}
+    )
+
+
+def steps(model: nn.Module, call: Callable[..., Tensor]) -> list[Tensor]:
+    """A loss and the gradients of the model's parameters."""
+    model.zero_grad()
+    x = torch.arange(16.0, dtype=torch.float64).view(2, 8) / 16
+    loss = call(x).square().sum()
+    loss.backward()
+    grads = [p.grad if p.grad is not None else torch.zeros(()) for p in model.parameters()]
+    return [loss.detach(), *grads]
+
+
+def assert_like_eager(model: nn.Module, call: Callable[..., Tensor], eager: nn.Module) -> None:
+    for found, expected in zip(steps(model, call), steps(eager, eager), strict=True):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12 * float(expected.abs().max() + 1))
+
+
+def sub(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+    class Other(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(x)
+
+    layer.dropout = Other()
+
+
+def add_hook(layer: nn.Module) -> None:
+    layer.up.register_forward_hook(lambda _, __, out: out * 3)
+
+
+def add_pre_hook(layer: nn.Module) -> None:
+    layer.register_forward_pre_hook(lambda _, args: (args[0] * 3, *args[1:]))
+
+
+def patch_forward(layer: Any) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return x * self.weight * 3 + self.bias
+
+    layer.norm.forward = types.MethodType(forward, layer.norm)
+
+
+def drop(layer: Any) -> None:
+    layer.dropout.p = 1.0
+
+
+def tie(layer: Any) -> None:
+    layer.norm.weight = layer.norm.bias
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "a setting of a submodule": lambda layer: setattr(layer.norm, "eps", 0.5),
+    "a hook": add_hook,
+    "a hook before it": add_pre_hook,
+    "a forward of its own": patch_forward,
+    "its activation": lambda layer: setattr(layer, "act", torch.sin),
+    "a closure": lambda layer: setattr(layer, "act", (lambda k: lambda x: x * k)(3)),
+    "another submodule": lambda layer: sub(layer, torch.sin),
+    "its dropout": drop,
+    "a choice": lambda layer: setattr(layer, "reads_index", True),
+    "a frozen parameter": lambda layer: layer.up.weight.requires_grad_(False),
+    "an object of its own": lambda layer: setattr(layer, "config", type("C", (), {"scale": 7.0})()),
+    "one object in two places": lambda layer: setattr(layer, "other", layer.config),
+    "a tied parameter": tie,
+    "another buffer": lambda layer: setattr(layer, "shift", torch.full((8,), 2.0).double()),
+    "a buffer of another shape": lambda layer: setattr(layer, "shift", torch.ones(1).double()),
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_layer_that_differs(change: Callable[[Any], None], index: int, seen: Seen) -> None:
+    """One of the layers differs before it is compiled: its numbers are its own."""
+    eager = Model().double()
+    change(eager.layers[index])
+    model = fxzero.shard(copy.deepcopy(eager), zero=3)
+    with traced(once=True):
+        assert_like_eager(model, compiled_by_fxzero(model), eager)
+    assert seen.copied >= 1
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_layer_that_changes(change: Callable[[Any], None], index: int, seen: Seen) -> None:
+    """A copied layer's guards see what its own would have seen."""
+    eager = Model().double()
+    model = fxzero.shard(copy.deepcopy(eager), zero=3)
+    with traced(once=True):
+        compiled = compiled_by_fxzero(model)
+        assert_like_eager(model, compiled, eager)
+        assert seen.copied == NUM_LAYERS - 1
+        for changed in (eager, model):
+            change(changed.layers[index])  # type: ignore[index]
+        assert_like_eager(model, compiled, eager)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_layer_in_another_mode(index: int, seen: Seen) -> None:
+    """``layer.eval()``, which torch's own reuse of traced layers does not see."""
+    model = fxzero.shard(Model(), zero=3)
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.dropout.p = 0.9
+    with traced(once=True):
+        compiled = compiled_by_fxzero(model)
+        compiled(torch.ones(2, 8))
+        assert seen.copied == NUM_LAYERS - 1
+        model.eval()
+        model.layers[index].train()  # type: ignore[index, union-attr]
+        torch.manual_seed(1)
+        first = compiled(torch.ones(2, 8))
+        torch.manual_seed(2)
+        assert not torch.equal(first, compiled(torch.ones(2, 8)))
+        model.layers[index].eval()  # type: ignore[index, union-attr]
+        assert torch.equal(compiled(torch.ones(2, 8)), compiled(torch.ones(2, 8)))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "shared",
+    [
+        lambda layers: setattr(layers[2].up, "weight", layers[0].up.weight),
+        lambda layers: setattr(layers[2], "up", layers[1].up),
+        lambda layers: setattr(layers[2].norm, "bias", layers[2].norm.weight),
+        lambda layers: setattr(layers[3], "config", layers[2].norm),
+    ],
+    ids=["a weight", "a submodule", "a weight within", "an object"],
+)
+def test_layers_that_share(shared: Callable[[Any], None], seen: Seen) -> None:
+    """What two layers have in common is one input of the graph, with the sum of its gradients."""
+    eager = Model().double()
+    for layer in eager.layers:
+        layer.norm.scale = 1.5
+    shared(eager.layers)
+    model = fxzero.shard(copy.deepcopy(eager), zero=3)
+    with traced(once=True):
+        assert_like_eager(model, compiled_by_fxzero(model), eager)
+
+
+class Calls(Model):
+    """Calls its layers in a way of its own."""
+
+    def __init__(self, way: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.way = way
+        self.counts: list[int] = []
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.way(self, self.layers, self.first(x)))
+        return result
+
+
+def other_arguments(_: Any, layers: Any, x: Tensor) -> Tensor:
+    for i, layer in enumerate(layers):
+        x = layer(x, scale=float(i))
+    return x
+
+
+def other_shapes(_: Any, layers: Any, x: Tensor) -> Tensor:
+    x = layers[1](layers[0](x))
+    return torch.cat([layers[2](x[:1]), layers[3](x[1:])])
+
+
+def other_modes(_: Any, layers: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x = layers[1](layers[0](x))
+    return layers[3](layers[2](x))
+
+
+def in_autocast(_: Any, layers: Any, x: Tensor) -> Tensor:
+    x = layers[1](layers[0](x.float())).double()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
+        return layers[3](layers[2](x))
+
+
+def several_results(_: Any, layers: Any, x: Tensor) -> Tensor:
+    total = x.new_zeros(())
+    for layer in layers:
+        x, mean = layer(x, both=True)
+        total = total + mean
+    return x + total
+
+
+def the_same_twice(_: Any, layers: Any, x: Tensor) -> Tensor:
+    for layer in (*layers, *layers):
+        x = layer(x)
+    return x
+
+
+def views(_: Any, layers: Any, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x.t().contiguous().t()).view(2, 8)
+    return x
+
+
+def counted(model: Any, layers: Any, x: Tensor) -> Tensor:
+    for i, layer in enumerate(layers):
+        model.config.scale = 1.0 + i  # which each layer reads
+        x = layer(x)
+    return x
+
+
+def written(_: Any, layers: Any, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x).add_(1).mul_(2)
+    return x
+
+
+def not_all(_: Any, layers: Any, x: Tensor) -> Tensor:
+    for layer in (layers[3], layers[1], layers[2]):
+        x = layer(x)
+    return x
+
+
+WAYS = [other_arguments, other_shapes, other_modes, several_results, the_same_twice, views]
+WAYS += [counted, written, not_all]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_calls(way: Callable[..., Tensor], seen: Seen) -> None:
+    """However a model calls its layers, it computes what it says."""
+    eager = Calls(way).double()
+    model = fxzero.shard(copy.deepcopy(eager), zero=3)
+    with traced(once=True):
+        compiled = compiled_by_fxzero(model)
+        assert_like_eager(model, compiled, eager)
+        assert_like_eager(model, compiled, eager)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_given_parameters_are_not_those_of_another_layer(seen: Seen) -> None:
+    """``functional_call`` gives each layer tensors of which no guard of the layer knows."""
+    eager = Model().double()
+    given = {n: p.detach() * (1 + i) for i, (n, p) in enumerate(eager.named_parameters())}
+    model = fxzero.shard(copy.deepcopy(eager), zero=3)
+
+    def call(x: Tensor) -> Tensor:
+        result: Tensor = torch.func.functional_call(model, given, (x,))
+        return result
+
+    x = torch.ones(2, 8, dtype=torch.float64)
+    expected = torch.func.functional_call(eager, given, (x,))
+    with traced(once=True):
+        found = compiled_by_fxzero(call)(x)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_was_compiled_does_not_keep_a_model_alive(seen: Seen) -> None:
+    """The guards that layers share hold on to none of them."""
+    model = fxzero.shard(Model(), zero=3)
+    with traced(once=True):
+        compiled = torch.compile(model, backend=seen.backend)
+        compiled(torch.ones(2, 8))
+    assert seen.copied == NUM_LAYERS - 1
+    seen.graphs.clear()
+    alive = [weakref.ref(model.layers[i]) for i in range(NUM_LAYERS)]  # type: ignore[index]
+    del model, compiled
+    gc.collect()
+    assert [layer() for layer in alive] == [None] * NUM_LAYERS
+
+
+def test_models_that_are_not_sharded_are_traced_as_ever(seen: Seen) -> None:
+    fxzero.shard(nn.Linear(2, 2), zero=0)
+    torch.compile(Model(), backend=seen.backend)(torch.ones(2, 8))
+    assert seen.copied == 0
