@@ -66,7 +66,7 @@ def trace_equal_layers_once(is_layer: Callable[[nn.Module], bool], keys: str) ->
         return
 
     @functools.wraps(traced)
-    def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def call_function(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if not _enabled or not _may_repeat(self, tx) or not is_layer(self.value):
             return traced(self, tx, args, kwargs)
         return _call(self, tx, args, kwargs, traced, keys)
@@ -739,19 +739,21 @@ def _place() -> Any:
 
 def _build(guards: _Guards, found: list[Any], module: Any, tx: Any) -> None:
     """Make one guard manager of guards that were moved to `_place`."""
-    from torch._dynamo import guards as g
+    from torch._dynamo.guards import CheckFunctionManager
+    from torch._guards import Guard
+    from torch.utils._ordered_set import OrderedSet
 
     output, old, place = tx.output, module.source, _place()
     sizes = output.input_source_to_sizes_strides
     order = {_moved(source, old, place) for source in output.guard_on_key_order}
-    state = SimpleNamespace(
+    state: Any = SimpleNamespace(
         local_scope={},
         global_scope=guards.scope,
         guard_on_key_order={source for source in order if _NAME in source.name},
         input_source_to_sizes_strides={_moved(s, old, place): size for s, size in sizes.items()},
         export=False,
     )
-    owner = SimpleNamespace(
+    owner: Any = SimpleNamespace(
         output_graph=state,
         runtime_global_scope=None,
         id_ref=guards.identity,
@@ -760,15 +762,15 @@ def _build(guards: _Guards, found: list[Any], module: Any, tx: Any) -> None:
         additional_used_local_vars=set(),
         additional_used_global_vars=set(),
     )
-    found.sort(key=g.Guard.sort_key)
+    found.sort(key=Guard.sort_key)
     guards.scope[_NAME] = module.value
     try:
         with (
             torch._C.DisableTorchFunction(),
             torch._dynamo.config.patch(skip_nnmodule_hook_guards=False),
         ):
-            builder, manager = g.CheckFunctionManager.build_guards(
-                owner, found, set(), tx.f_code, state, False
+            builder, manager = CheckFunctionManager.build_guards(
+                owner, found, OrderedSet(), tx.f_code, state, False
             )
             if codes := builder.object_aliasing_guard_codes:
                 parts, verbose = map(list, zip(*codes, strict=True))
