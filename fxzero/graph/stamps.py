@@ -107,18 +107,19 @@ def stamp_of(node: fx.Node) -> Stamp:
     Raises:
         VerificationError: it has none.
     """
-    found = node.meta.get(_KEY)
-    if not isinstance(found, Stamp):
+    try:
+        stamp: Stamp = node.meta[_KEY]
+    except KeyError:
         raise VerificationError(
             f"node {node.name} ({node.target}) has no stamp. A pass that makes nodes stamps them: "
             "use StepGraph.call, or set_stamp."
-        )
-    return found
+        ) from None
+    return stamp
 
 
 def has_stamp(node: fx.Node) -> bool:
     """Whether a node carries a stamp."""
-    return isinstance(node.meta.get(_KEY), Stamp)
+    return _KEY in node.meta
 
 
 def set_stamp(node: fx.Node, stamp: Stamp) -> None:
