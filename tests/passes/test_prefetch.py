@@ -44,15 +44,15 @@ def test_before_and_after() -> None:
     assert_expected_inline(
         words(record.before),
         """\
-primals_1: f32[1, 8] = input
-primals_2: f32[4, 8] = input
+primals_1: f32[4, 8] = input
+primals_2: f32[1, 8] = input
 primals_3: f32[1, 8] = input
 tangents_1: f32[] = input
-gather_layers_0: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], 8, 0)  # forward gather launch layers.0 gather.forward.0
+gather_layers_0: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_2], 8, 0)  # forward gather launch layers.0 gather.forward.0
 gather_layers_0_done: (f32[8, 8]) = wait(gather_layers_0)  # forward gather wait layers.0 gather.forward.0
 layers_0_weight: f32[8, 8] = getitem(gather_layers_0_done, 0)  # forward gather part layers.0 gather.forward.0
 t: f32[8, 8] = aten.t(layers_0_weight)  # forward compute compute layers.0
-mm: f32[4, 8] = aten.mm(primals_2, t)  # forward compute compute layers.0
+mm: f32[4, 8] = aten.mm(primals_1, t)  # forward compute compute layers.0
 release_default: None = fxzero.release([layers_0_weight])  # forward gather release layers.0 gather.forward.0
 gather_layers_2: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_3], 8, 0)  # forward gather launch layers.1 gather.forward.1
 gather_layers_2_done: (f32[8, 8]) = wait(gather_layers_2)  # forward gather wait layers.1 gather.forward.1
@@ -78,9 +78,9 @@ reduce_layers_1: (f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced(
 reduce_layers_1_done: (f32[1, 8]) = wait(reduce_layers_1)  # backward reduce wait layers.1 reduce.backward.0
 getitem_1: f32[1, 8] = getitem(reduce_layers_1_done, 0)  # backward reduce part layers.1 reduce.backward.0
 t_6: f32[8, 4] = aten.t(mm_3)  # backward compute compute layers.0
-mm_4: f32[8, 8] = aten.mm(t_6, primals_2)  # backward compute compute layers.0
+mm_4: f32[8, 8] = aten.mm(t_6, primals_1)  # backward compute compute layers.0
 t_7: f32[8, 8] = aten.t(mm_4)  # backward compute compute layers.0
-gather_layers_1: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], 8, 0)  # backward gather launch layers.0 gather.backward.3
+gather_layers_1: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_2], 8, 0)  # backward gather launch layers.0 gather.backward.3
 gather_layers_1_done: (f32[8, 8]) = wait(gather_layers_1)  # backward gather wait layers.0 gather.backward.3
 layers_0_weight_1: f32[8, 8] = getitem(gather_layers_1_done, 0)  # backward gather part layers.0 gather.backward.3
 t_11: f32[8, 8] = aten.t(layers_0_weight_1)  # backward compute compute layers.0
@@ -91,21 +91,21 @@ t_9: f32[8, 8] = aten.t(t_7)  # backward compute compute layers.0
 reduce_layers_0: (f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced([t_9], avg, 8, 0)  # backward reduce launch layers.0 reduce.backward.1
 reduce_layers_0_done: (f32[1, 8]) = wait(reduce_layers_0)  # backward reduce wait layers.0 reduce.backward.1
 getitem: f32[1, 8] = getitem(reduce_layers_0_done, 0)  # backward reduce part layers.0 reduce.backward.1
-return (sum_1, getitem, mm_5, getitem_1)""",
+return (sum_1, mm_5, getitem, getitem_1)""",
     )
     assert_expected_inline(
         words(record.after),
         """\
-primals_1: f32[1, 8] = input
-primals_2: f32[4, 8] = input
+primals_1: f32[4, 8] = input
+primals_2: f32[1, 8] = input
 primals_3: f32[1, 8] = input
 tangents_1: f32[] = input
-gather_layers_0: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], 8, 0)  # forward gather launch layers.0 gather.forward.0
+gather_layers_0: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_2], 8, 0)  # forward gather launch layers.0 gather.forward.0
 gather_layers_2: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_3], 8, 0)  # forward gather launch layers.1 gather.forward.1
 gather_layers_0_done: (f32[8, 8]) = wait(gather_layers_0)  # forward gather wait layers.0 gather.forward.0
 layers_0_weight: f32[8, 8] = getitem(gather_layers_0_done, 0)  # forward gather part layers.0 gather.forward.0
 t: f32[8, 8] = aten.t(layers_0_weight)  # forward compute compute layers.0
-mm: f32[4, 8] = aten.mm(primals_2, t)  # forward compute compute layers.0
+mm: f32[4, 8] = aten.mm(primals_1, t)  # forward compute compute layers.0
 release_default: None = fxzero.release([layers_0_weight])  # forward gather release layers.0 gather.forward.0
 gather_layers_2_done: (f32[8, 8]) = wait(gather_layers_2)  # forward gather wait layers.1 gather.forward.1
 layers_1_weight: f32[8, 8] = getitem(gather_layers_2_done, 0)  # forward gather part layers.1 gather.forward.1
@@ -114,7 +114,7 @@ mm_1: f32[4, 8] = aten.mm(mm, t_1)  # forward compute compute layers.1
 sum_1: f32[] = aten.sum(mm_1)  # forward compute compute layers.1
 release_default_2: None = fxzero.release([layers_1_weight])  # forward gather release layers.1 gather.forward.1
 gather_layers_3: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_3], 8, 0)  # backward gather launch layers.1 gather.backward.2
-gather_layers_1: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], 8, 0)  # backward gather launch layers.0 gather.backward.3
+gather_layers_1: (f32[8, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_2], 8, 0)  # backward gather launch layers.0 gather.backward.3
 gather_layers_3_done: (f32[8, 8]) = wait(gather_layers_3)  # backward gather wait layers.1 gather.backward.2
 layers_1_weight_1: f32[8, 8] = getitem(gather_layers_3_done, 0)  # backward gather part layers.1 gather.backward.2
 expand: f32[4, 8] = aten.expand(tangents_1, [4, 8])  # backward compute compute layers.1
@@ -131,7 +131,7 @@ reduce_layers_1: (f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced(
 gather_layers_1_done: (f32[8, 8]) = wait(gather_layers_1)  # backward gather wait layers.0 gather.backward.3
 layers_0_weight_1: f32[8, 8] = getitem(gather_layers_1_done, 0)  # backward gather part layers.0 gather.backward.3
 t_6: f32[8, 4] = aten.t(mm_3)  # backward compute compute layers.0
-mm_4: f32[8, 8] = aten.mm(t_6, primals_2)  # backward compute compute layers.0
+mm_4: f32[8, 8] = aten.mm(t_6, primals_1)  # backward compute compute layers.0
 t_7: f32[8, 8] = aten.t(mm_4)  # backward compute compute layers.0
 t_11: f32[8, 8] = aten.t(layers_0_weight_1)  # backward compute compute layers.0
 t_8: f32[8, 8] = aten.t(t_11)  # backward compute compute layers.0
@@ -143,7 +143,7 @@ getitem_1: f32[1, 8] = getitem(reduce_layers_1_done, 0)  # backward reduce part 
 reduce_layers_0: (f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced([t_9], avg, 8, 0)  # backward reduce launch layers.0 reduce.backward.1
 reduce_layers_0_done: (f32[1, 8]) = wait(reduce_layers_0)  # backward reduce wait layers.0 reduce.backward.1
 getitem: f32[1, 8] = getitem(reduce_layers_0_done, 0)  # backward reduce part layers.0 reduce.backward.1
-return (sum_1, getitem, mm_5, getitem_1)""",
+return (sum_1, mm_5, getitem, getitem_1)""",
     )
 
 

@@ -40,8 +40,8 @@ def test_before_and_after() -> None:
         """\
 mm: f32[32, 64] = input
 primals_3: f32[64, 64] = input
-primals_2: f32[32, 64] = input
-primals_1: f32[64, 64] = input
+primals_1: f32[32, 64] = input
+primals_2: f32[64, 64] = input
 tangents_1: f32[] = input
 expand: f32[32, 64] = aten.expand(tangents_1, [32, 64])  # backward compute compute layers.1
 clone: f32[32, 64] = aten.clone(expand, memory_format=torch.contiguous_format)  # backward compute compute layers.1
@@ -54,9 +54,9 @@ mm_3: f32[32, 64] = aten.mm(clone, t_4)  # backward compute compute layers.1
 t_5: f32[64, 64] = aten.t(t_3)  # backward compute compute layers.1
 reduce_layers_1: (f32[64, 64]) = _c10d_functional.all_reduce_coalesced([t_5], avg, 0)  # backward reduce launch layers.1 reduce.backward.0
 t_6: f32[64, 32] = aten.t(mm_3)  # backward compute compute layers.0
-mm_4: f32[64, 64] = aten.mm(t_6, primals_2)  # backward compute compute layers.0
+mm_4: f32[64, 64] = aten.mm(t_6, primals_1)  # backward compute compute layers.0
 t_7: f32[64, 64] = aten.t(mm_4)  # backward compute compute layers.0
-t_11: f32[64, 64] = aten.t(primals_1)  # backward compute compute layers.0
+t_11: f32[64, 64] = aten.t(primals_2)  # backward compute compute layers.0
 t_8: f32[64, 64] = aten.t(t_11)  # backward compute compute layers.0
 mm_5: f32[32, 64] = aten.mm(mm_3, t_8)  # backward compute compute layers.0
 t_9: f32[64, 64] = aten.t(t_7)  # backward compute compute layers.0
@@ -65,15 +65,15 @@ getitem_1: f32[64, 64] = getitem(reduce_layers_1_done, 0)  # backward reduce par
 reduce_layers_0: (f32[64, 64]) = _c10d_functional.all_reduce_coalesced([t_9], avg, 0)  # backward reduce launch layers.0 reduce.backward.1
 reduce_layers_0_done: (f32[64, 64]) = wait(reduce_layers_0)  # backward reduce wait layers.0 reduce.backward.1
 getitem: f32[64, 64] = getitem(reduce_layers_0_done, 0)  # backward reduce part layers.0 reduce.backward.1
-return (getitem, mm_5, getitem_1)""",
+return (mm_5, getitem, getitem_1)""",
     )
     assert_expected_inline(
         words(record.after),
         """\
 mm: f32[32, 64] = input
 primals_3: f32[64, 64] = input
-primals_2: f32[32, 64] = input
-primals_1: f32[64, 64] = input
+primals_1: f32[32, 64] = input
+primals_2: f32[64, 64] = input
 tangents_1: f32[] = input
 expand: f32[32, 64] = aten.expand(tangents_1, [32, 64])  # backward compute compute layers.1
 clone: f32[32, 64] = aten.clone(expand, memory_format=torch.contiguous_format)  # backward compute compute layers.1
@@ -87,9 +87,9 @@ t_5: f32[64, 64] = aten.t(t_3)  # backward compute compute layers.1
 release_saved_default: None = fxzero.release_saved([mm])  # backward compute release layers.1
 reduce_layers_1: (f32[64, 64]) = _c10d_functional.all_reduce_coalesced([t_5], avg, 0)  # backward reduce launch layers.1 reduce.backward.0
 t_6: f32[64, 32] = aten.t(mm_3)  # backward compute compute layers.0
-mm_4: f32[64, 64] = aten.mm(t_6, primals_2)  # backward compute compute layers.0
+mm_4: f32[64, 64] = aten.mm(t_6, primals_1)  # backward compute compute layers.0
 t_7: f32[64, 64] = aten.t(mm_4)  # backward compute compute layers.0
-t_11: f32[64, 64] = aten.t(primals_1)  # backward compute compute layers.0
+t_11: f32[64, 64] = aten.t(primals_2)  # backward compute compute layers.0
 t_8: f32[64, 64] = aten.t(t_11)  # backward compute compute layers.0
 mm_5: f32[32, 64] = aten.mm(mm_3, t_8)  # backward compute compute layers.0
 t_9: f32[64, 64] = aten.t(t_7)  # backward compute compute layers.0
@@ -98,7 +98,7 @@ getitem_1: f32[64, 64] = getitem(reduce_layers_1_done, 0)  # backward reduce par
 reduce_layers_0: (f32[64, 64]) = _c10d_functional.all_reduce_coalesced([t_9], avg, 0)  # backward reduce launch layers.0 reduce.backward.1
 reduce_layers_0_done: (f32[64, 64]) = wait(reduce_layers_0)  # backward reduce wait layers.0 reduce.backward.1
 getitem: f32[64, 64] = getitem(reduce_layers_0_done, 0)  # backward reduce part layers.0 reduce.backward.1
-return (getitem, mm_5, getitem_1)""",
+return (mm_5, getitem, getitem_1)""",
     )
 
 

@@ -61,23 +61,23 @@ def test_before_and_after() -> None:
     assert_expected_inline(
         words(record.before),
         """\
-primals_1: f32[1, 8] = input
-primals_2: f32[4, 8] = input
+primals_1: f32[4, 8] = input
+primals_2: f32[1, 8] = input
 tangents_1: f32[] = input
-constant_pad_nd_default: f32[1, 8] = aten.constant_pad_nd(primals_1, [0, 0, 0, 0])  # forward gather prepare layers.0
+constant_pad_nd_default: f32[1, 8] = aten.constant_pad_nd(primals_2, [0, 0, 0, 0])  # forward gather prepare layers.0
 gather_layers_0: (f32[256, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([constant_pad_nd_default], 256, 0)  # forward gather launch layers.0
 gather_layers_0_done: (f32[256, 8]) = wait(gather_layers_0)  # forward gather wait layers.0
 layers_0_weight: f32[256, 8] = getitem(gather_layers_0_done, 0)  # forward gather part layers.0
 slice_tensor: f32[8, 8] = aten.slice.Tensor(layers_0_weight, 0, 0, 8)  # forward gather finish layers.0
 t: f32[8, 8] = aten.t(slice_tensor)  # forward compute compute layers.0
-mm: f32[4, 8] = aten.mm(primals_2, t)  # forward compute compute layers.0
+mm: f32[4, 8] = aten.mm(primals_1, t)  # forward compute compute layers.0
 release_default: None = fxzero.release([layers_0_weight])  # forward gather release layers.0
 sum_1: f32[] = aten.sum(mm)  # forward compute compute layers.0
 expand: f32[4, 8] = aten.expand(tangents_1, [4, 8])  # backward compute compute layers.0
 t_1: f32[8, 4] = aten.t(expand)  # backward compute compute layers.0
-mm_1: f32[8, 8] = aten.mm(t_1, primals_2)  # backward compute compute layers.0
+mm_1: f32[8, 8] = aten.mm(t_1, primals_1)  # backward compute compute layers.0
 t_2: f32[8, 8] = aten.t(mm_1)  # backward compute compute layers.0
-constant_pad_nd_default_1: f32[1, 8] = aten.constant_pad_nd(primals_1, [0, 0, 0, 0])  # backward gather prepare layers.0
+constant_pad_nd_default_1: f32[1, 8] = aten.constant_pad_nd(primals_2, [0, 0, 0, 0])  # backward gather prepare layers.0
 gather_layers_1: (f32[256, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([constant_pad_nd_default_1], 256, 0)  # backward gather launch layers.0
 gather_layers_1_done: (f32[256, 8]) = wait(gather_layers_1)  # backward gather wait layers.0
 layers_0_weight_1: f32[256, 8] = getitem(gather_layers_1_done, 0)  # backward gather part layers.0
@@ -88,28 +88,28 @@ mm_2: f32[4, 8] = aten.mm(expand, t_3)  # backward compute compute layers.0
 release_default_1: None = fxzero.release([layers_0_weight_1])  # backward gather release layers.0
 t_4: f32[8, 8] = aten.t(t_2)  # backward compute compute layers.0
 reshard_grad: f32[1, 8] = fxzero.reshard_grad(t_4, N/layers.0.weight, reduce)  # backward compute reshard layers.0
-return [sum_1, reshard_grad, mm_2]""",
+return [sum_1, mm_2, reshard_grad]""",
     )
     assert_expected_inline(
         words(record.after),
         """\
-primals_1: f32[1, 8] = input
-primals_2: f32[4, 8] = input
+primals_1: f32[4, 8] = input
+primals_2: f32[1, 8] = input
 tangents_1: f32[] = input
-constant_pad_nd_default: f32[1, 8] = aten.constant_pad_nd(primals_1, [0, 0, 0, 0])  # forward gather prepare layers.0
+constant_pad_nd_default: f32[1, 8] = aten.constant_pad_nd(primals_2, [0, 0, 0, 0])  # forward gather prepare layers.0
 gather_layers_0: (f32[256, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([constant_pad_nd_default], 256, 0)  # forward gather launch layers.0
 gather_layers_0_done: (f32[256, 8]) = wait(gather_layers_0)  # forward gather wait layers.0
 layers_0_weight: f32[256, 8] = getitem(gather_layers_0_done, 0)  # forward gather part layers.0
 slice_tensor: f32[8, 8] = aten.slice.Tensor(layers_0_weight, 0, 0, 8)  # forward gather finish layers.0
 t: f32[8, 8] = aten.t(slice_tensor)  # forward compute compute layers.0
-mm: f32[4, 8] = aten.mm(primals_2, t)  # forward compute compute layers.0
+mm: f32[4, 8] = aten.mm(primals_1, t)  # forward compute compute layers.0
 release_default: None = fxzero.release([layers_0_weight])  # forward gather release layers.0
 sum_1: f32[] = aten.sum(mm)  # forward compute compute layers.0
 expand: f32[4, 8] = aten.expand(tangents_1, [4, 8])  # backward compute compute layers.0
 t_1: f32[8, 4] = aten.t(expand)  # backward compute compute layers.0
-mm_1: f32[8, 8] = aten.mm(t_1, primals_2)  # backward compute compute layers.0
+mm_1: f32[8, 8] = aten.mm(t_1, primals_1)  # backward compute compute layers.0
 t_2: f32[8, 8] = aten.t(mm_1)  # backward compute compute layers.0
-constant_pad_nd_default_1: f32[1, 8] = aten.constant_pad_nd(primals_1, [0, 0, 0, 0])  # backward gather prepare layers.0
+constant_pad_nd_default_1: f32[1, 8] = aten.constant_pad_nd(primals_2, [0, 0, 0, 0])  # backward gather prepare layers.0
 gather_layers_1: (f32[256, 8]) = _c10d_functional.all_gather_into_tensor_coalesced([constant_pad_nd_default_1], 256, 0)  # backward gather launch layers.0
 gather_layers_1_done: (f32[256, 8]) = wait(gather_layers_1)  # backward gather wait layers.0
 layers_0_weight_1: f32[256, 8] = getitem(gather_layers_1_done, 0)  # backward gather part layers.0
@@ -124,7 +124,7 @@ reduce_layers_0: (f32[1, 8]) = _c10d_functional.reduce_scatter_tensor_coalesced(
 reduce_layers_0_done: (f32[1, 8]) = wait(reduce_layers_0)  # backward reduce wait layers.0
 getitem: f32[1, 8] = getitem(reduce_layers_0_done, 0)  # backward reduce part layers.0
 slice_tensor_2: f32[1, 8] = aten.slice.Tensor(getitem, 0, 0, 1)  # backward reduce finish layers.0
-return (sum_1, slice_tensor_2, mm_2)""",
+return (sum_1, mm_2, slice_tensor_2)""",
     )
 
 
@@ -140,11 +140,11 @@ def test_stage_0_all_reduces() -> None:
  mm_2: f32[4, 8] = aten.mm(expand, t_3)  # backward compute compute layers.0
  t_4: f32[8, 8] = aten.t(t_2)  # backward compute compute layers.0
 -reshard_grad: f32[8, 8] = fxzero.reshard_grad(t_4, N/layers.0.weight, reduce)  # backward compute reshard layers.0
--return [sum_1, reshard_grad, mm_2]
+-return [sum_1, mm_2, reshard_grad]
 +reduce_layers_0: (f32[8, 8]) = _c10d_functional.all_reduce_coalesced([t_4], avg, 0)  # backward reduce launch layers.0
 +reduce_layers_0_done: (f32[8, 8]) = wait(reduce_layers_0)  # backward reduce wait layers.0
 +getitem: f32[8, 8] = getitem(reduce_layers_0_done, 0)  # backward reduce part layers.0
-+return (sum_1, getitem, mm_2)""",
++return (sum_1, mm_2, getitem)""",
     )
 
 

@@ -101,41 +101,41 @@ def test_before_and_after(world_size: int) -> None:
     )
     assert before == (
         """\
-primals_1: f32[1024/N, 1024] = input
-primals_2: f32[6, 1024] = input
+primals_1: f32[6, 1024] = input
+primals_2: f32[1024/N, 1024] = input
 tangents_1: f32[] = input
-unshard: f32[1024, 1024] = fxzero.unshard(primals_1, N/layers.0.weight, reduce)  # forward compute unshard layers.0
+unshard: f32[1024, 1024] = fxzero.unshard(primals_2, N/layers.0.weight, reduce)  # forward compute unshard layers.0
 t: f32[1024, 1024] = aten.t(unshard)  # forward compute compute layers.0
-mm: f32[6, 1024] = aten.mm(primals_2, t)  # forward compute compute layers.0
+mm: f32[6, 1024] = aten.mm(primals_1, t)  # forward compute compute layers.0
 sum_1: f32[] = aten.sum(mm)  # forward compute compute layers.0
 expand: f32[6, 1024] = aten.expand(tangents_1, [6, 1024])  # backward compute compute layers.0
 t_1: f32[1024, 6] = aten.t(expand)  # backward compute compute layers.0
-mm_1: f32[1024, 1024] = aten.mm(t_1, primals_2)  # backward compute compute layers.0
+mm_1: f32[1024, 1024] = aten.mm(t_1, primals_1)  # backward compute compute layers.0
 t_2: f32[1024, 1024] = aten.t(mm_1)  # backward compute compute layers.0
 t_5: f32[1024, 1024] = aten.t(unshard)  # backward compute compute layers.0
 t_3: f32[1024, 1024] = aten.t(t_5)  # backward compute compute layers.0
 mm_2: f32[6, 1024] = aten.mm(expand, t_3)  # backward compute compute layers.0
 t_4: f32[1024, 1024] = aten.t(t_2)  # backward compute compute layers.0
 reshard_grad: f32[1024/N, 1024] = fxzero.reshard_grad(t_4, N/layers.0.weight, reduce)  # backward compute reshard layers.0
-return [sum_1, reshard_grad, mm_2]"""
+return [sum_1, mm_2, reshard_grad]"""
     )
     assert after == (
         """\
-primals_1: f32[1024/N, 1024] = input
-primals_2: f32[6, 1024] = input
+primals_1: f32[6, 1024] = input
+primals_2: f32[1024/N, 1024] = input
 tangents_1: f32[] = input
-gather_layers_0: (f32[1024, 1024]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], N, 0)  # forward gather launch layers.0
+gather_layers_0: (f32[1024, 1024]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_2], N, 0)  # forward gather launch layers.0
 gather_layers_0_done: (f32[1024, 1024]) = wait(gather_layers_0)  # forward gather wait layers.0
 layers_0_weight: f32[1024, 1024] = getitem(gather_layers_0_done, 0)  # forward gather part layers.0
 t: f32[1024, 1024] = aten.t(layers_0_weight)  # forward compute compute layers.0
-mm: f32[6, 1024] = aten.mm(primals_2, t)  # forward compute compute layers.0
+mm: f32[6, 1024] = aten.mm(primals_1, t)  # forward compute compute layers.0
 release_default: None = fxzero.release([layers_0_weight])  # forward gather release layers.0
 sum_1: f32[] = aten.sum(mm)  # forward compute compute layers.0
 expand: f32[6, 1024] = aten.expand(tangents_1, [6, 1024])  # backward compute compute layers.0
 t_1: f32[1024, 6] = aten.t(expand)  # backward compute compute layers.0
-mm_1: f32[1024, 1024] = aten.mm(t_1, primals_2)  # backward compute compute layers.0
+mm_1: f32[1024, 1024] = aten.mm(t_1, primals_1)  # backward compute compute layers.0
 t_2: f32[1024, 1024] = aten.t(mm_1)  # backward compute compute layers.0
-gather_layers_1: (f32[1024, 1024]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_1], N, 0)  # backward gather launch layers.0
+gather_layers_1: (f32[1024, 1024]) = _c10d_functional.all_gather_into_tensor_coalesced([primals_2], N, 0)  # backward gather launch layers.0
 gather_layers_1_done: (f32[1024, 1024]) = wait(gather_layers_1)  # backward gather wait layers.0
 layers_0_weight_1: f32[1024, 1024] = getitem(gather_layers_1_done, 0)  # backward gather part layers.0
 t_5: f32[1024, 1024] = aten.t(layers_0_weight_1)  # backward compute compute layers.0
@@ -144,7 +144,7 @@ mm_2: f32[6, 1024] = aten.mm(expand, t_3)  # backward compute compute layers.0
 release_default_1: None = fxzero.release([layers_0_weight_1])  # backward gather release layers.0
 t_4: f32[1024, 1024] = aten.t(t_2)  # backward compute compute layers.0
 reshard_grad: f32[1024/N, 1024] = fxzero.reshard_grad(t_4, N/layers.0.weight, reduce)  # backward compute reshard layers.0
-return [sum_1, reshard_grad, mm_2]"""
+return [sum_1, mm_2, reshard_grad]"""
     )
 
 

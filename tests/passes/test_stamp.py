@@ -46,42 +46,42 @@ def test_before_and_after() -> None:
     assert_expected_inline(
         words(record.before),
         """\
-primals_1: f32[1, 8] = input
-primals_2: f32[4, 8] = input
+primals_1: f32[4, 8] = input
+primals_2: f32[1, 8] = input
 tangents_1: f32[] = input
-unshard: f32[8, 8] = fxzero.unshard(primals_1, N/layers.0.weight, reduce)
+unshard: f32[8, 8] = fxzero.unshard(primals_2, N/layers.0.weight, reduce)
 t: f32[8, 8] = aten.t(unshard)
-mm: f32[4, 8] = aten.mm(primals_2, t)
+mm: f32[4, 8] = aten.mm(primals_1, t)
 sum_1: f32[] = aten.sum(mm)
 expand: f32[4, 8] = aten.expand(tangents_1, [4, 8])
 t_1: f32[8, 4] = aten.t(expand)
-mm_1: f32[8, 8] = aten.mm(t_1, primals_2)
+mm_1: f32[8, 8] = aten.mm(t_1, primals_1)
 t_2: f32[8, 8] = aten.t(mm_1)
 t_3: f32[8, 8] = aten.t(t)
 mm_2: f32[4, 8] = aten.mm(expand, t_3)
 t_4: f32[8, 8] = aten.t(t_2)
 reshard_grad: f32[1, 8] = fxzero.reshard_grad(t_4, N/layers.0.weight, reduce)
-return [sum_1, reshard_grad, mm_2]""",
+return [sum_1, mm_2, reshard_grad]""",
     )
     assert_expected_inline(
         words(record.after),
         """\
-primals_1: f32[1, 8] = input
-primals_2: f32[4, 8] = input
+primals_1: f32[4, 8] = input
+primals_2: f32[1, 8] = input
 tangents_1: f32[] = input
-unshard: f32[8, 8] = fxzero.unshard(primals_1, N/layers.0.weight, reduce)  # forward compute unshard layers.0
+unshard: f32[8, 8] = fxzero.unshard(primals_2, N/layers.0.weight, reduce)  # forward compute unshard layers.0
 t: f32[8, 8] = aten.t(unshard)  # forward compute compute layers.0
-mm: f32[4, 8] = aten.mm(primals_2, t)  # forward compute compute layers.0
+mm: f32[4, 8] = aten.mm(primals_1, t)  # forward compute compute layers.0
 sum_1: f32[] = aten.sum(mm)  # forward compute compute layers.0
 expand: f32[4, 8] = aten.expand(tangents_1, [4, 8])  # backward compute compute layers.0
 t_1: f32[8, 4] = aten.t(expand)  # backward compute compute layers.0
-mm_1: f32[8, 8] = aten.mm(t_1, primals_2)  # backward compute compute layers.0
+mm_1: f32[8, 8] = aten.mm(t_1, primals_1)  # backward compute compute layers.0
 t_2: f32[8, 8] = aten.t(mm_1)  # backward compute compute layers.0
 t_3: f32[8, 8] = aten.t(t)  # backward compute compute layers.0
 mm_2: f32[4, 8] = aten.mm(expand, t_3)  # backward compute compute layers.0
 t_4: f32[8, 8] = aten.t(t_2)  # backward compute compute layers.0
 reshard_grad: f32[1, 8] = fxzero.reshard_grad(t_4, N/layers.0.weight, reduce)  # backward compute reshard layers.0
-return [sum_1, reshard_grad, mm_2]""",
+return [sum_1, mm_2, reshard_grad]""",
     )
 
 
