@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 import fxzero
 from fxzero import _compat
-from fxzero._compat import equal_layers
+from fxzero._compat import equal_layers, layer_copies
 from fxzero.graph.modules import module_path
 from fxzero.inspect.capture import fake_ranks
 from tests.architectures.models import ARCHITECTURES
@@ -98,13 +98,13 @@ class Seen:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Counts copied calls, and keeps graphs."""
     result = Seen()
-    original = equal_layers._Trace.copy
+    original = layer_copies.copy_call
 
-    def counted(self: Any, *args: Any) -> Any:
+    def counted(*args: Any) -> Any:
         result.copied += 1
-        return original(self, *args)
+        return original(*args)
 
-    monkeypatch.setattr(equal_layers._Trace, "copy", counted)
+    monkeypatch.setattr(equal_layers, "copy_call", counted)
     torch._dynamo.reset()
     return result
 

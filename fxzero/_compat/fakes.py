@@ -1,0 +1,102 @@
+"""What has no value yet: fake tensors, the modes that make them, and symbolic numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import DTensor
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a value is a tensor without values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)
+
+
+def is_plain_fake(value: Any) -> bool:
+    """Whether a value is a fake tensor that is no subclass of it, and dense."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return type(value) is FakeTensor and value.layout is torch.strided
+
+
+def has_symbolic_shape(value: torch.Tensor) -> bool:
+    """Whether a fake tensor's layout depends on symbols."""
+    return bool(value._has_symbolic_sizes_strides)
+
+
+def fake_tensors() -> Any:
+    """A context in which tensors are made without values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Make and use tensors with values inside of a compilation."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with unset_fake_temporarily(), _disable_current_modes():
+        yield
+
+
+def no_value_error() -> type[Exception]:
+    """What asking a fake tensor for its value raises."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+
+    return DataDependentOutputException
+
+
+def fake_mode_of_tensor(value: torch.Tensor) -> Any:
+    """The mode that made a fake tensor."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    assert isinstance(value, FakeTensor)
+    return value.fake_mode
+
+
+def mode_of(tensor: torch.Tensor) -> Any:
+    """A context in which tensors are made as this one is: fake beside fake ones."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return fake_mode_of_tensor(local) if is_fake(local) else contextlib.nullcontext()
+
+
+def fake_mode_of(graph: fx.Graph) -> Any:
+    """The FakeTensorMode of the graph's values, None for a graph without tensors."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        mode = getattr(value, "fake_mode", None)
+        if mode is not None:
+            return mode
+    return None
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a value is a symbolic number."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def hint(number: Any) -> int:
+    """A number that may be symbolic, as it is in the call that is being compiled.
+
+    ``int()`` of it would make a guard, and another number another graph. 0 for a number that
+    only the data tell.
+    """
+    if not is_symbolic(number):
+        return int(number)
+    known = number.node.hint
+    return int(known) if isinstance(known, (int, float)) else 0
+
+
+def hinted(value: torch.Tensor) -> torch.Tensor:
+    """A tensor without symbolic sizes: itself, or one on the meta device of the sizes at hand."""
+    if not any(is_symbolic(size) for size in value.shape):
+        return value
+    return torch.empty([hint(size) for size in value.shape], dtype=value.dtype, device="meta")

@@ -1,0 +1,116 @@
+"""What stands on the nodes of torch's graphs: Dynamo's, and AOTAutograd's joint ones."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxzero._compat.fakes import fake_mode_of_tensor
+
+pytree = torch.utils._pytree
+"""Torch's walks through nested containers."""
+OpOverload = torch._ops.OpOverload
+"""The type of an operator as it stands in a graph."""
+set_grad_enabled = torch._C._set_grad_enabled
+"""What Dynamo writes for ``torch.no_grad``."""
+
+
+def log_usage() -> Callable[..., Any]:
+    """What tells torch's own statistics that a part of its interface is used; no value."""
+    return torch._C._log_api_usage_once
+
+
+def is_higher_order(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's graph runs a graph of its own: a checkpoint, say."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def is_plain_to_local(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's graph is ``x.to_local()`` without arguments.
+
+    A method call in torch 2.13; in 2.11 a function that has closed over its arguments.
+    """
+    if len(node.args) != 1 or node.kwargs:
+        return False
+    if node.op == "call_function" and getattr(node.target, "__name__", "") == "prim_to_local":
+        assert callable(node.target)
+        bound = inspect.getclosurevars(node.target).nonlocals
+        return not any(bound.values())
+    return node.op == "call_method" and node.target == "to_local"
+
+
+def is_script_object(value: Any) -> bool:
+    """Whether a graph input is an opaque object, such as a DTensor's mesh."""
+    return type(value).__name__ == "FakeScriptObject" or isinstance(value, torch.ScriptObject)
+
+
+def own_local_fake(node: fx.Node) -> torch.Tensor:
+    """A fake input that stands for the local tensor of the fake DTensor that a graph takes."""
+    value = node.meta["example_value"]
+    local = node.meta.get("fxzero_local")  # of a copy: `layer_copies`
+    local = value._local_tensor if local is None else local
+    with fake_mode_of_tensor(local):
+        return local.detach().requires_grad_(value.requires_grad)
+
+
+def input_source_name(node: fx.Node) -> str:
+    """Where Dynamo took a graph input from: ``"L['self']._modules['h']._parameters['w']"``."""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", "") if source is not None else ""
+    return name() if callable(name) else name
+
+
+def copy_input_source(node: fx.Node, copy: fx.Node) -> None:
+    """Let a copy of a graph input come from where Dynamo took the input."""
+    if hasattr(node, "_dynamo_source"):
+        setattr(copy, "_dynamo_source", getattr(node, "_dynamo_source"))  # noqa: B009, B010
+
+
+def input_index(node: fx.Node) -> int | None:
+    """Which input of Dynamo's graph a joint graph's placeholder is, or is a part of."""
+    desc = node.meta.get("desc")
+    while desc is not None and not hasattr(desc, "idx"):
+        desc = getattr(desc, "base", None)
+    return getattr(desc, "idx", None) if type(desc).__name__ == "PlainAOTInput" else None
+
+
+def mutated_index(desc: Any) -> int | None:
+    """Of which input a joint graph's output is the value after the graph has changed it."""
+    if type(desc).__name__ == "SubclassGetAttrAOTOutput":
+        desc = desc.base
+    if type(desc).__name__ != "InputMutationAOTOutput":
+        return None
+    mutated = desc.mutated_input
+    while mutated is not None and not hasattr(mutated, "idx"):
+        mutated = getattr(mutated, "base", None)
+    return getattr(mutated, "idx", None)
+
+
+def gradient_index(desc: Any) -> int | None:
+    """Of which input a joint graph's output is the gradient."""
+    if type(desc).__name__ == "SubclassGetAttrAOTOutput":
+        desc = desc.base
+    if type(desc).__name__ != "GradAOTOutput":
+        return None
+    grad_of = desc.grad_of
+    while grad_of is not None and not hasattr(grad_of, "idx"):
+        grad_of = getattr(grad_of, "base", None)
+    return getattr(grad_of, "idx", None)
+
+
+def is_output(desc: Any) -> bool:
+    """Whether a joint graph's output is one of Dynamo's graph itself."""
+    return type(desc).__name__ == "PlainAOTOutput"
+
+
+def checkpoint_tag(node: fx.Node) -> str:
+    """What `torch.utils.checkpoint` asked of a node: ``"save"``, ``"recompute"`` or ``""``."""
+    policy = node.meta.get("recompute")
+    name = getattr(policy, "name", "")
+    if name in ("MUST_RECOMPUTE", "PREFER_RECOMPUTE"):
+        return "recompute"
+    return "save" if name in ("MUST_SAVE", "PREFER_SAVE") else ""
