@@ -12,6 +12,7 @@ from fxzero.passes.gather_ahead import GatherAhead
 from fxzero.passes.lower_kernels import LowerKernels
 from fxzero.passes.lower_regions import LowerRegions
 from fxzero.passes.lower_transfers import LowerTransfers
+from fxzero.passes.outline import Outline
 from fxzero.passes.prefetch import Prefetch
 from fxzero.passes.recompute import Recompute
 from fxzero.passes.release_saved import ReleaseSaved
@@ -33,6 +34,7 @@ __all__ = [
     "LowerRegions",
     "LowerTransfers",
     "Notes",
+    "Outline",
     "Pass",
     "Prefetch",
     "Recompute",

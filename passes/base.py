@@ -26,6 +26,8 @@ class Fact(StrEnum):
     """Every node has a stamp."""
     RECOMPUTED = "recomputed"
     """Backward repeats what it shall not read from forward."""
+    OUTLINED = "outlined"
+    """Layers are calls of pieces."""
     ACCUMULATED = "accumulated"
     """Every micro-batch of the step has its forward and backward."""
     GATHERED = "gathered"

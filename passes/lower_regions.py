@@ -19,8 +19,8 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxzero.cost.analytic import work_of
-from fxzero.cost.workspace import region_bytes
+from fxzero.cost.analytic import work_of_piece
+from fxzero.cost.workspace import piece_bytes
 from fxzero.graph import Lane, Role, StepGraph
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
@@ -59,7 +59,6 @@ def _is_mutable(node: fx.Node) -> bool:
 def lower(graph: StepGraph, cutout: Cutout, structure: Structure) -> None:
     """Replace a run by one call."""
     region = Region(cutout.name, structure, cutout.key)
-    work, held_bytes = work_of(cutout.run), region_bytes(cutout.run)
     last = cutout.run[-1]
     stamp = replace(stamp_of(last), role=Role.REGION, lane=Lane.COMPUTE, made_by="lower_regions")
     with graph.graph.inserting_after(last):
@@ -67,19 +66,19 @@ def lower(graph: StepGraph, cutout: Cutout, structure: Structure) -> None:
             "call_function", region, tuple(cutout.inputs), {}, name=cutout.name
         )
     call.meta["val"] = tuple(n.meta["val"] for n in cutout.outputs)
-    call.meta["fxzero_work"] = work
-    call.meta["fxzero_region_bytes"] = held_bytes
+    call.meta["fxzero_work"] = work_of_piece(cutout.piece)
+    call.meta["fxzero_region_bytes"] = piece_bytes(cutout.piece)
     set_stamp(call, stamp)
-    after = call
+    end = call
     for i, node in enumerate(cutout.outputs):
-        with graph.graph.inserting_after(after):
-            part = graph.graph.call_function(operator.getitem, (call, i))
-        part.meta = dict(node.meta)
-        set_stamp(part, replace(stamp, role=Role.PART))
-        node.replace_all_uses_with(part)
-        after = part
+        node.target, node.args, node.kwargs = operator.getitem, (call, i), {}
+        set_stamp(node, replace(stamp, role=Role.PART))
+        end.append(node)
+        end = node
+    kept = set(cutout.outputs)
     for node in reversed(cutout.run):
-        graph.graph.erase_node(node)
+        if node not in kept:
+            graph.graph.erase_node(node)
 
 
 def share_compilation(cutouts: list[Cutout]) -> list[Cutout]:
@@ -116,7 +115,7 @@ class LowerRegions(Pass):
         cutouts = []
         for i, run in enumerate(runs(graph.graph.nodes)):
             layer = stamp_of(run[0]).layer.replace(".", "_") or "root"
-            cutout = cut_out(graph.fake_mode, run, f"{layer}_{i}")
+            cutout = cut_out(graph.pieces, run, f"{layer}_{i}")
             if cutout.outputs:
                 cutouts.append(cutout)
         CACHE.fill({c.key: c.module for c in share_compilation(cutouts)}, graph.fake_mode)

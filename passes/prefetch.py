@@ -22,10 +22,11 @@ from fxzero.graph import Lane, StepGraph
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.passes.base import Context, Fact, Notes
 from fxzero.passes.decision import DecidingPass, Decision
+from fxzero.passes.outline import split_at_buckets
 from fxzero.regions.cutout import move_parts_together
 from fxzero.schedule.engine import TaskGraph, replay
 from fxzero.schedule.keep import keep, keepable
-from fxzero.schedule.problem import Outline, Problem
+from fxzero.schedule.problem import Inventory, Problem
 from fxzero.schedule.search import Found, best_order, fixed_order
 from fxzero.settings import at_least
 
@@ -65,7 +66,9 @@ def alike(candidates: list[TransferNodes], graph: StepGraph) -> list[tuple[Trans
     return list(zip(*by_step.values(), strict=False))
 
 
-def choose(outline: Outline, candidates: list[TransferNodes], budget_bytes: int | None) -> Choice:
+def choose(
+    inventory: Inventory, candidates: list[TransferNodes], budget_bytes: int | None
+) -> Choice:
     """The best order within the budget, with as many parameters kept as make it faster.
 
     Args:
@@ -76,18 +79,18 @@ def choose(outline: Outline, candidates: list[TransferNodes], budget_bytes: int 
         PassError: there is no such order.
     """
     if budget_bytes is None:
-        budget_bytes = default_budget(outline.problem().graph)
+        budget_bytes = default_budget(inventory.problem().graph)
     choices: list[Choice] = []
-    rounds = alike(candidates, outline.step)
+    rounds = alike(candidates, inventory.step)
     for count in (n for n in KEEPS if n <= len(rounds)):
         kept = tuple(transfer for transfers in rounds[:count] for transfer in transfers)
-        problem = outline.problem(budget_bytes, names_of(kept))
+        problem = inventory.problem(budget_bytes, names_of(kept))
         found = best_order(problem.graph, problem.is_steady)
         if found is None:
             break  # what is kept leaves too little
         choices.append(Choice(kept, problem, found))
     if not choices:
-        graph = outline.problem().graph
+        graph = inventory.problem().graph
         least = replay(graph, fixed_order(graph, 0, 0)).peak_bytes
         raise PassError(
             f"prefetch.budget_bytes={budget_bytes}: no order holds so little. Gathering each "
@@ -159,21 +162,21 @@ class Prefetch(DecidingPass[Order]):
 
     def question(self, graph: StepGraph, ctx: Context) -> str:
         """Ranks order alike where they have the same tasks, whatever those take there."""
-        tasks = self._outline(graph, ctx).problem().graph.tasks
+        tasks = self._inventory(graph, ctx).problem().graph.tasks
         names = [f"{task.name} {task.after}" for task in tasks]
         return "\n".join([*names, *(str(t.record.kind) for t in graph.transfers())])
 
     def decide(self, graph: StepGraph, ctx: Context) -> Order:
         """Search for an order, and for what to keep."""
-        outline = self._outline(graph, ctx)
+        inventory = self._inventory(graph, ctx)
         self._warn_of_unused(ctx)
         if self.distance is not None:
-            problem = outline.problem()
+            problem = inventory.problem()
             order = tuple(fixed_order(problem.graph, self.distance, self.reduce_distance))
             found = Found(order, replay(problem.graph, order), f"distance {self.distance}")
             choice = Choice((), problem, found)
         else:
-            choice = choose(outline, keepable(graph) if self.keep else [], self.budget_bytes)
+            choice = choose(inventory, keepable(graph) if self.keep else [], self.budget_bytes)
         result = choice.found.replay
         names = choice.problem.names()
         return Order(
@@ -194,7 +197,7 @@ class Prefetch(DecidingPass[Order]):
         """
         cut = graph.loss is None
         kept = _kept(graph, decision.kept)
-        problem = self._outline(graph, ctx).problem(kept=names_of(kept))
+        problem = self._inventory(graph, ctx).problem(kept=names_of(kept))
         order = _indices(problem, decision.order)
         first = first_gathers(problem, order)
         keep(graph, kept, cut=cut)
@@ -210,13 +213,14 @@ class Prefetch(DecidingPass[Order]):
             budget_bytes=decision.budget_bytes,
         )
 
-    def _outline(self, graph: StepGraph, ctx: Context) -> Outline:
+    def _inventory(self, graph: StepGraph, ctx: Context) -> Inventory:
         """The graph's units and transfers, made once for each graph."""
         known = ctx.scratch.get(self.name)
-        if isinstance(known, Outline) and known.step is graph:
+        if isinstance(known, Inventory) and known.step is graph:
             return known
         move_parts_together(graph)  # so that units are the regions that will be
-        made = Outline(graph, ctx.costs, cut=graph.loss is None, fuses=ctx.fuses)
+        split_at_buckets(graph)
+        made = Inventory(graph, ctx.costs, cut=graph.loss is None, fuses=ctx.fuses)
         ctx.scratch[self.name] = made
         return made
 

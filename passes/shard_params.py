@@ -13,6 +13,10 @@ micro-batches, stage 3 gathers for each of them, stages 1 and 2 once.
 
 from __future__ import annotations
 
+import contextlib
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -24,6 +28,7 @@ from fxzero.graph import Lane, Role, Segment, Stamp, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.launch import emit_transfer, record_for
 from fxzero.graph.operators import is_cast_or_copy
+from fxzero.graph.pieces import first_read, is_call
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.graph.step_graph import source_line
 from fxzero.passes.base import Context, Fact, Notes, Pass
@@ -200,7 +205,39 @@ def refuse_changed_shard(spec: ParamSpec, source: fx.Node) -> None:
     )
 
 
-def place(graph: StepGraph, spec: ParamSpec, marker: fx.Node, segments: list[Segment]) -> int:
+def is_needed_again(graph: StepGraph, spec: ParamSpec, source: fx.Node) -> bool:
+    """Whether each segment makes its own full parameter of the shard."""
+    if source in graph.mutated and graph.loss is None:
+        return False  # by the time of backward the input has its new value
+    return spec.shard_group is None or spec.zero == 3
+
+
+class Queue:
+    """What is gathered for one call, in the order in which it is read there."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[fx.Node, list[tuple[int, fx.Node]]] = defaultdict(list)
+        """By call: the number of the first node that reads a parameter, and its gather's first."""
+
+    @contextlib.contextmanager
+    def before(
+        self, graph: StepGraph, needed: fx.Node, values: Collection[fx.Node]
+    ) -> Iterator[None]:
+        """Make nodes before a node that reads some values, or before those for later reads."""
+        waiting = self.waiting[needed]
+        number = first_read(needed, values) if is_call(needed) else 0
+        place = bisect_right([other for other, _ in waiting], number)
+        anchor = waiting[place][1] if place < len(waiting) else needed
+        last = anchor.prev
+        with graph.graph.inserting_before(anchor):
+            yield
+        if last.next is not anchor:
+            waiting.insert(place, (number, last.next))
+
+
+def place(
+    graph: StepGraph, spec: ParamSpec, marker: fx.Node, segments: list[Segment], queue: Queue
+) -> int:
     """Replace one parameter's marker by what its stage asks for; return the gathers made.
 
     Args:
@@ -208,14 +245,13 @@ def place(graph: StepGraph, spec: ParamSpec, marker: fx.Node, segments: list[Seg
     """
     source = shard_source(marker.all_input_nodes[0])
     changes = source in graph.mutated
-    per_segment = spec.shard_group is None or spec.zero == 3
-    if changes and graph.loss is None:
-        per_segment = False  # by the time of backward the input has its new value
+    per_segment = is_needed_again(graph, spec, source)
     fulls: list[tuple[fx.Node, Stamp]] = []
     for segment in segments:
         if fulls and not per_segment:
             break
-        needed = first_use(derived(marker), segment)
+        values = derived(marker)
+        needed = first_use(values, segment)
         if needed is None and segment == segments[0] and leaves_the_graph(marker):
             needed = marker
         if needed is None:
@@ -228,7 +264,7 @@ def place(graph: StepGraph, spec: ParamSpec, marker: fx.Node, segments: list[Seg
             made_by="shard_params",
             micro_step=segment.micro_step,
         )
-        with graph.graph.inserting_before(needed), graph.made_for(marker):
+        with queue.before(graph, needed, values), graph.made_for(marker):
             full = gather(graph, source, spec, stamp)
             if full is source and changes and not per_segment:
                 compute = replace(stamp, lane=Lane.COMPUTE, role=Role.COMPUTE)
@@ -265,7 +301,8 @@ class ShardParams(Pass):
             markers.setdefault((stamp_of(node).params[0], source), []).append(node)
         made = 0
         segments = graph.segments()
+        queue = Queue()
         for (key, source), nodes in markers.items():
             refuse_changed_shard(graph.specs[key], source)
-            made += place(graph, graph.specs[key], _one_marker(graph, nodes), segments)
+            made += place(graph, graph.specs[key], _one_marker(graph, nodes), segments, queue)
         return Notes(params=len(markers), gathers=made)

@@ -35,6 +35,7 @@ from fxzero.sharding.params import layer_of
 _ROLES = {
     torch.ops.fxzero.unshard.default: Role.UNSHARD,
     torch.ops.fxzero.reshard_grad.default: Role.RESHARD,
+    torch.ops.fxzero.micro_batch.default: Role.ROWS,
 }
 
 
@@ -201,7 +202,7 @@ class StampNodes(Pass):
             else:
                 role = _ROLES.get(node.target, Role.COMPUTE)
                 params = ()
-                if role is not Role.COMPUTE:
+                if role in (Role.UNSHARD, Role.RESHARD):
                     _check_markers(node, graph)
                     params = (str(node.args[1]),)
                 set_stamp(node, Stamp(phase, role=role, layer=layer[node], params=params))

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from fxzero.graph import StepGraph
 from fxzero.graph.launch import wait
+from fxzero.graph.pieces import Piece
 from fxzero.runtime import collectives
 from fxzero.sharding.params import ParamSpec
 
@@ -91,7 +92,7 @@ class Lockstep:
         environment: list[dict[fx.Node, Any]] = [{} for _ in self.graphs]
         feeds = [iter(values) for values in inputs]
         for nodes in zip(*(g.graph.nodes for g in self.graphs), strict=True):
-            assert len({(n.op, n.target) for n in nodes}) == 1, [n.format_node() for n in nodes]
+            assert len({(n.op, _called(n)) for n in nodes}) == 1, [n.format_node() for n in nodes]
             if nodes[0].op == "placeholder":
                 values = [_own(next(feed)) for feed in feeds]
             else:
@@ -133,7 +134,8 @@ class Lockstep:
                 for tensor in tensors:
                     tensor.fill_(math.nan)
             return [None] * len(sent)
-        assert target is operator.getitem or isinstance(target, torch._ops.OpOverload), target
+        known = (torch._ops.OpOverload, Piece)
+        assert target is operator.getitem or isinstance(target, known), target
         return [target(*args, **kwargs) for args, kwargs in arguments]
 
     def launch(self, sent: Sequence[Sequence[Tensor]], collective: Any) -> Values:
@@ -222,3 +224,8 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:
     return _sum(tensors) / len(tensors)
+
+
+def _called(node: fx.Node) -> Any:
+    """What a node calls, equal on all ranks."""
+    return node.target.digest if isinstance(node.target, Piece) else node.target

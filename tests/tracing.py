@@ -127,17 +127,19 @@ def observed(observer: Callable[[Compilation], None]) -> Iterator[None]:
         observers.remove(observer)
 
 
-JOINT = loop_passes(
+OUTLINED = loop_passes(
     Config.from_options({"bucket": {"min_bytes": 0}, "prefetch": {"distance": 1}})
 ).scheduling
 """The passes of the joint graph: tiny layers travel alone, gathers run one ahead."""
+JOINT = tuple(one for one in OUTLINED if one.name != "outline")
+"""The same on operators: what a test of one pass looks at is not behind a call."""
 
 
-def up_to(name: str, *instead: Pass) -> list[Pass]:
-    """`JOINT` up to and including the pass `name`; `instead` replaces passes of equal name."""
+def up_to(name: str, *instead: Pass, passes: Sequence[Pass] = JOINT) -> list[Pass]:
+    """Passes up to and including the pass `name`; `instead` replaces passes of equal name."""
     chosen = {p.name: p for p in instead}
-    names = [p.name for p in JOINT]
-    return [chosen.get(p.name, p) for p in JOINT[: names.index(name) + 1]]
+    names = [p.name for p in passes]
+    return [chosen.get(p.name, p) for p in passes[: names.index(name) + 1]]
 
 
 def run(graph: StepGraph, passes: Sequence[Pass]) -> list[PassRecord]:

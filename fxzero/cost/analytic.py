@@ -25,7 +25,9 @@ from fxzero.cost.cluster import ClusterSpec
 from fxzero.cost.model import TransferCost
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import num_bytes, tensor_bytes
+from fxzero.graph.pieces import Piece, Pieces, is_call
 from fxzero.graph.stamps import Role, stamp_of
+from fxzero.regions.cutout import cut_out, runs
 from fxzero.transfer import Transfer, TransferKind
 
 _NAMES = {
@@ -88,6 +90,8 @@ def work_of(nodes: Sequence[fx.Node]) -> Work:
 
     A fused chain reads what comes from outside of it and writes what others read of it.
     """
+    if any(map(is_call, nodes)):
+        return _work_of_outline(nodes)
     inside = set(nodes)
     products: list[tuple[float, float, str]] = []
     streamed = 0.0
@@ -126,6 +130,24 @@ def work_of(nodes: Sequence[fx.Node]) -> Work:
         streamed += read + (written if leaves else 0)
         kernels += new
     return Work(tuple(products), streamed, kernels + len(products))
+
+
+def work_of_piece(piece: Piece) -> Work:
+    """What a piece has to do."""
+    if "work" not in piece.facts:
+        piece.facts["work"] = work_of(piece.nodes)
+    known: Work = piece.facts["work"]
+    return known
+
+
+def _work_of_outline(nodes: Sequence[fx.Node]) -> Work:
+    """What nodes do some of which call pieces: what is called fuses with what stands beside it."""
+    joined = [run for run in runs(nodes) if any(map(is_call, run))]
+    apart = {node for run in joined for node in run}
+    total = work_of([node for node in nodes if node not in apart])
+    for run in joined:
+        total += work_of_piece(cut_out(Pieces(), run, "work").piece)
+    return total
 
 
 def _dtype_of(node: fx.Node) -> str:

@@ -30,12 +30,14 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from fxzero._compat import default_store, real_tensors, return_free_memory
-from fxzero.cost.analytic import AnalyticCosts, work_of
+from fxzero.cost.analytic import AnalyticCosts, work_of, work_of_piece
 from fxzero.cost.model import TransferCost
 from fxzero.errors import FxZeroError
 from fxzero.graph.aliases import is_view
+from fxzero.graph.pieces import Pieces
+from fxzero.graph.structure import StructureKey
 from fxzero.regions.cutout import Cutout, cut_out, is_lowerable, runs
-from fxzero.regions.region import CACHE, Region, StructureKey
+from fxzero.regions.region import CACHE, Region
 from fxzero.runtime import collectives
 from fxzero.transfer import Transfer, TransferKind
 
@@ -108,6 +110,9 @@ class MeasuredCosts:
     _regions: dict[StructureKey, float] = field(default_factory=dict)
     _agreed: int = 0
 
+    def __post_init__(self) -> None:
+        self._pieces = Pieces(getattr(self.fake_mode, "shape_env", None))
+
     def compute_us(self, nodes: Sequence[fx.Node]) -> float:
         """See `CostModel`."""
         total = 0.0
@@ -118,7 +123,7 @@ class MeasuredCosts:
             elif not is_lowerable(node) and not is_view(node):
                 rest.append(node)
         for run in runs(nodes):
-            cutout = cut_out(self.fake_mode, run, "measured")
+            cutout = cut_out(self._pieces, run, "measured")
             if cutout.outputs:
                 total += self.region_us(cutout)
         return total + self.base.work_us(work_of(rest))
@@ -128,7 +133,7 @@ class MeasuredCosts:
         if cutout.key not in self._regions:
             what = f"region {cutout.key.nodes} {cutout.key.outputs} {self.fuses} {machine()}"
             if cutout.key.environment is not None:  # symbolic sizes: nothing to run
-                self._regions[cutout.key] = self.base.work_us(work_of(cutout.run))
+                self._regions[cutout.key] = self.base.work_us(work_of_piece(cutout.piece))
             else:
                 (us,) = self.agree(what, lambda: [self._time_region(cutout)])
                 self._regions[cutout.key] = us

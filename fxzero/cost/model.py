@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import fx
 
+from fxzero.graph.pieces import spelled_out
 from fxzero.transfer import Transfer
 
 
@@ -50,7 +51,7 @@ class FixedCosts:
     """Costs that somebody made up: for tests, and for what-if questions."""
 
     compute: Callable[[Sequence[fx.Node]], float] | float = 1.0
-    """Microseconds of a run, or a function of it."""
+    """Microseconds of a run, or a function of its operators."""
     wire_us_per_byte: float = 0.0
     latency_us: float = 1.0
     host_us: float = 0.0
@@ -58,7 +59,9 @@ class FixedCosts:
 
     def compute_us(self, nodes: Sequence[fx.Node]) -> float:
         """See `CostModel`."""
-        return self.compute if isinstance(self.compute, (int, float)) else self.compute(nodes)
+        if isinstance(self.compute, (int, float)):
+            return self.compute
+        return self.compute(spelled_out(nodes))
 
     def transfer(self, transfer: Transfer) -> TransferCost:
         """See `CostModel`."""

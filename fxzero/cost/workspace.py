@@ -19,6 +19,7 @@ from fxzero._compat import OpOverload
 from fxzero.cost.analytic import flops_of
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import tensor_bytes
+from fxzero.graph.pieces import Piece
 
 _formulas: dict[Any, Callable[..., int]] = {}
 
@@ -58,6 +59,14 @@ def fuses_into_readers(node: fx.Node) -> bool:
 
 
 _MOVES = {"clone", "_to_copy", "convert_element_type", "cat", "constant_pad_nd", "slice_scatter"}
+
+
+def piece_bytes(piece: Piece) -> int:
+    """The most bytes that a piece holds once it is lowered: see `region_bytes`."""
+    if "held_bytes" not in piece.facts:
+        piece.facts["held_bytes"] = region_bytes(piece.nodes)
+    known: int = piece.facts["held_bytes"]
+    return known
 
 
 def region_bytes(run: Sequence[fx.Node]) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from fxzero.graph.pieces import Piece
 from fxzero.graph.stamps import Role, has_stamp, stamp_of
 from fxzero.graph.step_graph import StepGraph, describe_value
 
@@ -67,6 +68,8 @@ def _target(node: fx.Node) -> str:
     """A name for what a node calls that is equal in all processes."""
     if node.op != "call_function":
         return "" if node.op in ("placeholder", "output") else str(node.target)
+    if isinstance(node.target, Piece):
+        return f"{node.target.__name__} {node.target.digest}"
     module = getattr(node.target, "__module__", "")
     return f"{module}.{getattr(node.target, '__name__', type(node.target).__name__)}"
 

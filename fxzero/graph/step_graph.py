@@ -14,6 +14,7 @@ from torch import fx
 
 from fxzero._compat import OpOverload, fake_mode_of
 from fxzero.errors import VerificationError
+from fxzero.graph.pieces import Pieces, called
 from fxzero.graph.stamps import Phase, Role, Segment, Stamp, has_stamp, set_stamp, stamp_of
 from fxzero.sharding.params import ParamSpec
 from fxzero.transfer import Transfer
@@ -121,6 +122,8 @@ class StepGraph:
         self.skip: fx.Node | None = None
         """One if the update must not happen, else zero."""
         self.fake_mode = fake_mode_of(module.graph)
+        self.pieces = Pieces(getattr(self.fake_mode, "shape_env", None))
+        """What its calls call: see `fxzero.graph.pieces`."""
         self._values: dict[object, Any] = {}
         self._origin: fx.Node | None = None
         self._after_inputs: fx.Node | None = None
@@ -285,6 +288,7 @@ class StepGraph:
             changed={position: copies[node] for position, node in self.changed.items()},
             loss=self.loss,
         )
+        other.pieces = self.pieces
         other.steady_runs = self.steady_runs
         for name in ("scale", "norm", "skip"):
             node = getattr(self, name)
@@ -298,8 +302,12 @@ class StepGraph:
             output.prepend(node)
 
     def text(self) -> str:
-        """The graph, a line a node: value, operator, and the stamp."""
-        return "\n".join(node_line(node) for node in self.graph.nodes)
+        """The graph, a line a node: value, operator, and the stamp; then the pieces it calls."""
+        lines = [node_line(node) for node in self.graph.nodes]
+        for piece in called(self.graph.nodes):
+            lines += ["", f"{piece.__name__}:"]
+            lines += [f"    {node_line(node)}" for node in piece.body.nodes]
+        return "\n".join(lines)
 
 
 def _index_of(part: fx.Node) -> int:

@@ -5,26 +5,39 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from torch import fx
 
 from fxzero._compat import OpOverload, is_symbolic
 from fxzero.graph import Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import is_random, writes_memory
+from fxzero.graph.pieces import (
+    Piece,
+    Pieces,
+    inputs_of,
+    is_call,
+    piece_of,
+    read_outside,
+    whole_call,
+)
 from fxzero.graph.stamps import set_stamp, stamp_of
-from fxzero.regions.region import StructureKey, structure_key
+from fxzero.graph.structure import StructureKey
 
 
 def move_parts_together(graph: StepGraph) -> None:
     """Put parts right behind what they are part of, and symbolic numbers as early as possible."""
+    last: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes(role=Role.COMPUTE)):
         if node.target is operator.getitem:
             source = node.all_input_nodes[0]
-            source.append(node)
-            set_stamp(node, replace(stamp_of(node), layer=stamp_of(source).layer))
+            before = last.get(source, source)
+            if before.next is not node:
+                before.append(node)
+            last[source] = node
+            stamp, layer = stamp_of(node), stamp_of(source).layer
+            if stamp.layer != layer:
+                set_stamp(node, replace(stamp, layer=layer))
         elif is_symbolic(node.meta.get("val")) and node.all_input_nodes:
             last = max(node.all_input_nodes)
             if last.op != "placeholder":
@@ -43,7 +56,7 @@ def is_lowerable(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem and not is_lowerable(node.all_input_nodes[0]):
         return False
-    if node.target is not operator.getitem and not isinstance(node.target, OpOverload):
+    if node.target is not operator.getitem and not isinstance(node.target, (OpOverload, Piece)):
         return False
     if any(source.op == "get_attr" for source in node.all_input_nodes):
         return False
@@ -89,7 +102,13 @@ class Cutout:
     run: list[fx.Node]
     outputs: list[fx.Node]
     """What others read of it."""
-    key: StructureKey
+    piece: Piece
+    """What it does."""
+
+    @property
+    def key(self) -> StructureKey:
+        """Equal for regions of equal structure."""
+        return self.piece.key
 
     @property
     def inputs(self) -> list[fx.Node]:
@@ -97,27 +116,23 @@ class Cutout:
         return inputs_of(self.run)
 
     def module(self) -> fx.GraphModule:
-        """A copy of the run as a module of its own."""
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        for i, node in enumerate(self.inputs):
-            copies[node] = graph.placeholder(f"input_{i}")
-            copies[node].meta["val"] = node.meta["val"]
-        for node in self.run:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output(tuple(copies[n] for n in self.outputs))
-        return fx.GraphModule(torch.nn.Module(), graph, class_name=self.name)
+        """What it does as a module of its own."""
+        return self.piece.module(self.name)
 
 
-def inputs_of(run: list[fx.Node]) -> list[fx.Node]:
-    """The nodes outside of a run that it reads, in order of first use."""
-    inside = set(run)
-    return list(dict.fromkeys(i for n in run for i in n.all_input_nodes if i not in inside))
+def cut_out(pieces: Pieces, run: list[fx.Node], name: str) -> Cutout:
+    """Find out what a run gives to others, and what it does."""
+    call = whole_call(run)
+    if call is not None:
+        return Cutout(name, run, sorted(run[1:], key=lambda part: part.args[1]), piece_of(call))  # type: ignore[arg-type,return-value]  # its number
+    outputs = read_outside(run)
+    calls = [node for node in run if is_call(node)]
+    known = piece_of(calls[0]).pieces if calls else pieces
+    return Cutout(name, run, outputs, known.of(run, outputs, name_of(run)))
 
 
-def cut_out(fake_mode: Any, run: list[fx.Node], name: str) -> Cutout:
-    """Find out what a run gives to others, and which structure it has."""
-    inside = set(run)
-    outputs = [n for n in run if any(user not in inside for user in n.users)]
-    shape_env = getattr(fake_mode, "shape_env", None)
-    return Cutout(name, run, outputs, structure_key(inputs_of(run), run, outputs, shape_env))
+def name_of(run: list[fx.Node]) -> str:
+    """What a piece is called that a run becomes: its layer's class, without numbers, and phase."""
+    stamp = stamp_of(run[0])
+    words = [word for word in stamp.layer.split(".") if word and not word.isdigit()]
+    return "_".join([*(words or ["root"]), stamp.phase.value])

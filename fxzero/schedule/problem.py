@@ -112,7 +112,7 @@ class _Unit:
     """Positions of reduces whose results it reads."""
 
 
-class Outline:
+class Inventory:
     """A step graph's units and transfers with their costs, from which problems are made.
 
     Args:
@@ -318,7 +318,7 @@ class Outline:
 class _Problem:
     """A problem in the making."""
 
-    outline: Outline
+    inventory: Inventory
     plan: list[tuple[str, int]]
     """What becomes a task, in a valid order."""
     makes: dict[int, list[int]]
@@ -330,7 +330,7 @@ class _Problem:
         self.index = {what: i for i, what in enumerate(self.plan)}
 
     def make(self, budget_bytes: int | None) -> Problem:
-        outline = self.outline
+        inventory = self.inventory
         kinds = {
             "unit": self.unit,
             "gather": self.gather,
@@ -343,11 +343,11 @@ class _Problem:
             task, placed = kinds[kind](i)
             tasks.append(task)
             nodes.append(tuple(placed))
-        units = {self.index["unit", u]: unit for u, unit in enumerate(outline.units)}
+        units = {self.index["unit", u]: unit for u, unit in enumerate(inventory.units)}
         budgets = {} if budget_bytes is None else {Pool.DEVICE: budget_bytes}
         holds = self.holds()
         every = tuple(replace(task, holds=tuple(holds[i])) for i, task in enumerate(tasks))
-        micro_steps = self.micro_steps() if outline.step.steady_runs > 1 else ()
+        micro_steps = self.micro_steps() if inventory.step.steady_runs > 1 else ()
         return Problem(
             TaskGraph(every, budgets, self.stretch(micro_steps)),
             tuple(nodes),
@@ -356,19 +356,19 @@ class _Problem:
                     n
                     for g in unit.needs
                     if g not in self.dropped
-                    for n in join_nodes(outline.gathers[g])
+                    for n in join_nodes(inventory.gathers[g])
                 )
                 for me, unit in units.items()
             },
             releases={
                 self.index["unit", u]: tuple(nodes)
-                for u, nodes in outline.ending.items()
-                if u < len(outline.units)
+                for u, nodes in inventory.ending.items()
+                if u < len(inventory.units)
             },
-            followers=tuple(outline.followers),
+            followers=tuple(inventory.followers),
             gathers={
                 self.index["gather", i]: transfer
-                for i, transfer in enumerate(outline.gathers)
+                for i, transfer in enumerate(inventory.gathers)
                 if i not in self.dropped
             },
             micro_steps=micro_steps,
@@ -376,16 +376,16 @@ class _Problem:
 
     def micro_steps(self) -> tuple[dict[tuple[str, int], int], ...]:
         """By micro-step, its tasks by kind and by their number among those of their kind."""
-        outline = self.outline
+        inventory = self.inventory
         found: list[dict[tuple[str, int], int]] = [{} for _ in range(UNROLLED)]
         numbers: Counter[tuple[int, str]] = Counter()
         for kind, i in self.plan:
             if kind == "tail":
                 continue
             if kind == "unit":
-                node = outline.units[i].nodes[0]
+                node = inventory.units[i].nodes[0]
             else:
-                node = (outline.gathers if kind == "gather" else outline.reduces)[i].launch
+                node = (inventory.gathers if kind == "gather" else inventory.reduces)[i].launch
             micro_step = stamp_of(node).micro_step
             found[micro_step][kind, numbers[micro_step, kind]] = self.index[kind, i]
             numbers[micro_step, kind] += 1
@@ -393,7 +393,7 @@ class _Problem:
 
     def stretch(self, micro_steps: tuple[dict[tuple[str, int], int], ...]) -> tuple[Stretch, ...]:
         """From the steady micro-step's first unit to that of the one behind it."""
-        runs = self.outline.step.steady_runs
+        runs = self.inventory.step.steady_runs
         if runs == 1:
             return ()
         first, until = (micro_steps[s]["unit", 0] for s in (STEADY, STEADY + 1))
@@ -402,15 +402,15 @@ class _Problem:
     def holds(self) -> dict[int, list[Hold]]:
         """By task, what transfers hold from its issue on: the storages of the graph, seen from
         tasks. So what a budget bounds is what a simulation counts."""
-        outline = self.outline
-        storages = outline.storages
+        inventory = self.inventory
+        storages = inventory.storages
         place = self._places()
         again: dict[Storage, Storage] = {}
         gone: set[Storage] = set()
         if self.dropped:
-            first = {k: storages.of[p][0] for k, (p, _) in gathered_in(outline.step).items()}
+            first = {k: storages.of[p][0] for k, (p, _) in gathered_in(inventory.step).items()}
             for i in self.dropped:
-                for part in outline.gathers[i].parts:
+                for part in inventory.gathers[i].parts:
                     (dropped,) = storages.of[part]
                     gone.add(dropped)
                     again[first[key_of(part)]] = dropped
@@ -432,70 +432,70 @@ class _Problem:
 
     def _places(self) -> dict[fx.Node, int]:
         """By node, the task with which it runs."""
-        outline, index = self.outline, self.index
+        inventory, index = self.inventory, self.index
         tail = index["tail", 0]
         place: dict[fx.Node, int] = {}
-        for u, unit in enumerate(outline.units):
+        for u, unit in enumerate(inventory.units):
             place |= dict.fromkeys(unit.nodes, index["unit", u])
-        for u, releases in outline.ending.items():
+        for u, releases in inventory.ending.items():
             place |= dict.fromkeys(releases, index.get(("unit", u), tail))
-        for i, transfer in enumerate(outline.gathers):
+        for i, transfer in enumerate(inventory.gathers):
             if i not in self.dropped:
-                use = outline.first_use[i]
+                use = inventory.first_use[i]
                 place |= dict.fromkeys(launch_nodes(transfer), index["gather", i])
-                joined = index["gather", i] if use is None else place[outline.compute[use]]
+                joined = index["gather", i] if use is None else place[inventory.compute[use]]
                 place |= dict.fromkeys(join_nodes(transfer), joined)
-        for r, transfer in enumerate(outline.reduces):
+        for r, transfer in enumerate(inventory.reduces):
             place |= dict.fromkeys(launch_nodes(transfer), index["reduce", r])
             place |= dict.fromkeys(join_nodes(transfer), index["join", r])
-        for node, unit_before in outline.made_at.items():
+        for node, unit_before in inventory.made_at.items():
             place[node] = index.get(("unit", unit_before), tail)
         return place
 
     def unit(self, u: int) -> tuple[Task, list[fx.Node]]:
-        outline, index = self.outline, self.index
-        unit = outline.units[u]
+        inventory, index = self.inventory, self.index
+        unit = inventory.units[u]
         after = [index["unit", u - 1]] if u else []
         after += [index["gather", g] for g in unit.needs if g not in self.dropped]
         after += [index["join", r] for r in unit.reads]
         stamp = stamp_of(unit.nodes[0])
         name = f"{stamp.layer or 'root'} {stamp.phase.value}"
-        us = outline.unit_us[u]
+        us = inventory.unit_us[u]
         return Task(name, Lane.COMPUTE, us, after=tuple(after)), unit.nodes
 
     def gather(self, i: int) -> tuple[Task, list[fx.Node]]:
-        outline = self.outline
-        transfer = outline.gathers[i]
-        cost = outline.transfer_costs[transfer.launch]
+        inventory = self.inventory
+        transfer = inventory.gathers[i]
+        cost = inventory.transfer_costs[transfer.launch]
         after: tuple[int, ...] = ()
-        if outline.end_of_forward is not None and transfer.stamp.phase is Phase.BACKWARD:
-            after = (self.index["unit", outline.end_of_forward],)
+        if inventory.end_of_forward is not None and transfer.stamp.phase is Phase.BACKWARD:
+            after = (self.index["unit", inventory.end_of_forward],)
         nodes = launch_nodes(transfer)
-        if outline.first_use[i] is None:
+        if inventory.first_use[i] is None:
             nodes += join_nodes(transfer)
         return _transfer_task(transfer, cost, after), nodes
 
     def reduce(self, r: int) -> tuple[Task, list[fx.Node]]:
-        outline = self.outline
-        transfer = outline.reduces[r]
-        cost = outline.transfer_costs[transfer.launch]
-        after = {self.index["join", first] for first in outline.second_of[r]}
-        if outline.made_by[r] >= 0:
-            after.add(self.index["unit", outline.made_by[r]])
+        inventory = self.inventory
+        transfer = inventory.reduces[r]
+        cost = inventory.transfer_costs[transfer.launch]
+        after = {self.index["join", first] for first in inventory.second_of[r]}
+        if inventory.made_by[r] >= 0:
+            after.add(self.index["unit", inventory.made_by[r]])
         return _transfer_task(transfer, cost, tuple(sorted(after))), launch_nodes(transfer)
 
     def join(self, r: int) -> tuple[Task, list[fx.Node]]:
-        transfer = self.outline.reduces[r]
-        us = self.outline.follower_us.get(r, 0.0)
+        transfer = self.inventory.reduces[r]
+        us = self.inventory.follower_us.get(r, 0.0)
         after = (self.index["reduce", r],)
         return Task(f"join {_name(transfer)}", Lane.COMPUTE, us, after=after), join_nodes(transfer)
 
     def tail(self, _: int) -> tuple[Task, list[fx.Node]]:
-        outline = self.outline
-        after = [self.index["join", r] for r in range(len(outline.reduces))]
-        after += [self.index["unit", len(outline.units) - 1]] if outline.units else []
-        task = Task("tail", Lane.COMPUTE, outline.tail_us, after=tuple(after))
-        return task, outline.ending.get(len(outline.units), [])
+        inventory = self.inventory
+        after = [self.index["join", r] for r in range(len(inventory.reduces))]
+        after += [self.index["unit", len(inventory.units) - 1]] if inventory.units else []
+        task = Task("tail", Lane.COMPUTE, inventory.tail_us, after=tuple(after))
+        return task, inventory.ending.get(len(inventory.units), [])
 
 
 def _transfer_task(transfer: TransferNodes, cost: TransferCost, after: tuple[int, ...]) -> Task:

@@ -24,12 +24,13 @@ from typing import Any
 
 from torch import fx
 
-from fxzero.cost.workspace import region_bytes, workspace_bytes
+from fxzero.cost.workspace import piece_bytes, region_bytes, workspace_bytes
 from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import num_bytes, tensor_bytes
+from fxzero.graph.pieces import is_call
 from fxzero.graph.stamps import stamp_of
-from fxzero.regions.cutout import end_of_run, runs
+from fxzero.regions.cutout import cut_out, end_of_run, runs
 from fxzero.regions.region import Region
 from fxzero.runtime import collectives
 from fxzero.transfer import Pool
@@ -233,7 +234,11 @@ class _Walk:
             if node not in self.storage:
                 make(node)
         made = sum(storage.num_bytes for storage in self.found.every[before:])
-        self.found.temporary[first] = max(region_bytes(group) - made, 0)
+        if any(map(is_call, group)):
+            held = piece_bytes(cut_out(self.graph.pieces, group, "memory").piece)
+        else:
+            held = region_bytes(group)
+        self.found.temporary[first] = max(held - made, 0)
 
     def _region(self, node: fx.Node) -> None:
         region = node.target

@@ -16,7 +16,7 @@ from fxzero.inspect.capture import Capture
 from fxzero.passes.prefetch import default_budget
 from fxzero.runtime.account import collectives_digest
 from fxzero.runtime.executor import traffic_of
-from fxzero.schedule.problem import Outline
+from fxzero.schedule.problem import Inventory
 from fxzero.schedule.simulate import simulate, simulate_memory
 from tests.pairwise import pairwise
 from tests.stepping import EAGER, chain_of, compiled_step, holding, step_graph
@@ -91,8 +91,8 @@ def test_the_plan_bounds_all_micro_steps() -> None:
     """The default budget of a long step is that of one that holds all."""
     budgets = set()
     for graph in (steady(8, 3), steady(16, 3), unrolled(8, 3, EAGER)):
-        outline = Outline(graph, COSTS, cut=False, fuses=False)
-        budgets.add(default_budget(outline.problem().graph))
+        inventory = Inventory(graph, COSTS, cut=False, fuses=False)
+        budgets.add(default_budget(inventory.problem().graph))
     assert len(budgets) == 1
 
 

@@ -12,10 +12,11 @@ from torch import Tensor, fx, nn
 from fxzero.compiler.compilation import Compilation
 from fxzero.graph import Role, StepGraph
 from fxzero.graph.stamps import stamp_of
+from fxzero.graph.structure import structure_key
 from fxzero.passes import Context, LowerRegions, ReleaseSaved
 from fxzero.passes.lower_regions import RegionBackend
 from fxzero.regions.cutout import Cutout, cut_out, move_parts_together, runs
-from fxzero.regions.region import RegionCache, Structure, structure_key
+from fxzero.regions.region import RegionCache, Structure
 from tests.tracing import observed, of, sides
 
 
@@ -46,7 +47,7 @@ def cutouts(graph: StepGraph) -> list[Cutout]:
     """The regions of a graph, not yet compiled."""
     move_parts_together(graph)
     cuts = enumerate(runs(graph.graph.nodes))
-    return [cut_out(graph.fake_mode, run, f"region_{i}") for i, run in cuts]
+    return [cut_out(graph.pieces, run, f"region_{i}") for i, run in cuts]
 
 
 def keys(graph: StepGraph) -> list[object]:

@@ -8,6 +8,7 @@ numbers that float64 adds exactly: nothing may differ by a bit.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from fxzero.compiler.run import run_passes
 from fxzero.graph import StepGraph
-from fxzero.passes import Bucket, Context, Fact, Prefetch
+from fxzero.passes import Bucket, Context, Fact, Pass, Prefetch
 from tests import simulated_ranks, tracing
 from tests.tracing import up_to
 
@@ -119,16 +120,18 @@ few = settings(
 
 @few
 @given(program=programs, zero=st.sampled_from([0, 1, 3, 3]), distance=st.integers(0, 3))
+@pytest.mark.parametrize("passes", [tracing.OUTLINED, tracing.JOINT], ids=["outline", "operators"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_pass_keeps_the_meaning(
-    world_size: int, program: Any, zero: int, distance: int
+    world_size: int, passes: Sequence[Pass], program: Any, zero: int, distance: int
 ) -> None:
     """Four ranks give the last one a shard of no rows: 5 rows are 2 + 2 + 1 + 0."""
     graphs = graphs_of(build_of(program), zero, world_size)
     inputs = simulated_ranks.random_inputs(graphs)
     expected = simulated_ranks.run(graphs, inputs)
     facts: frozenset[Fact] = frozenset()
-    for step in up_to("prefetch", Prefetch(distance, distance), Bucket(cap_bytes=256, min_bytes=0)):
+    own = (Prefetch(distance, distance), Bucket(cap_bytes=256, min_bytes=0))
+    for step in up_to("prefetch", *own, passes=passes):
         for graph in graphs:
             run_passes([step], graph, Context(), given=facts)
         facts |= step.provides

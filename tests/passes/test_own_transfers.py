@@ -17,7 +17,7 @@ from fxzero.graph.stamps import stamp_of
 from fxzero.inspect.capture import fake_ranks
 from fxzero.regions.cutout import is_lowerable
 from fxzero.runtime.account import collectives_digest
-from fxzero.schedule.problem import Outline
+from fxzero.schedule.problem import Inventory
 from fxzero.schedule.simulate import simulate
 from fxzero.transfer import TransferKind
 from tests.parity.harness import Pools
@@ -142,7 +142,7 @@ def test_they_cost_what_they_take() -> None:
     wire_us = 1000.0
     costs = FixedCosts(0.0, latency_us=wire_us)
     graph = after("prefetch", centred)
-    assert sum(Outline(graph, costs, cut=True, fuses=True).unit_us) == len(own(graph)) * wire_us
+    assert sum(Inventory(graph, costs, cut=True, fuses=True).unit_us) == len(own(graph)) * wire_us
     assert simulate(graph, costs, fuses=True).busy_us == {
         "gather": sum(t.stamp.lane is Lane.GATHER for t in graph.transfers()) * wire_us,
         "reduce": sum(t.stamp.lane is Lane.REDUCE for t in graph.transfers()) * wire_us,
