@@ -21,9 +21,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from fxzero.graph.aliases import is_view
+from fxzero.graph.aliases import is_view, root
 from fxzero.graph.structure import StructureKey, structure_key
 
 
@@ -209,23 +209,23 @@ def put_into_piece(
 ) -> fx.Node | None:
     """Replace a run by a call of its piece; None if nobody reads what it computes.
 
-    What is read of it keeps its name and what is known of it: it becomes a part of the call, or
-    stays where it only looks at such a part, or at an input.
+    What is read of it keeps its name, its place and what is known of it: it becomes a part of the
+    call, or stays where it only looks at such a part, or at an input.
     """
-    ends, kept = _ends_of(run)
-    if not ends:
+    parts, views = _parts_of(run)
+    if not parts:
         return None
     inputs = inputs_of(run)
-    piece = pieces.of(run, ends, name)
+    piece = pieces.of(run, list(parts.values()), name)
     with graph.inserting_before(run[0]):
         call = graph.create_node("call_function", piece, tuple(inputs), {}, name=call_name)
     first = run[0].meta
     call.meta = {key: value for key, value in first.items() if key in _OF_ORIGIN}
-    call.meta["val"] = tuple(node.meta["val"] for node in ends)
-    for i, node in enumerate(ends):
+    call.meta["val"] = tuple(node.meta["val"] for node in parts)
+    for i, node in enumerate(parts):
         node.target, node.args, node.kwargs = operator.getitem, (call, i), {}
     for node in reversed(run):
-        if node not in kept:
+        if node not in parts and node not in views:
             graph.erase_node(node)
     return call
 
@@ -233,19 +233,45 @@ def put_into_piece(
 _OF_ORIGIN = ("fxzero", "stack_trace", "nn_module_stack")
 
 
-def _ends_of(run: Sequence[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
-    """What a run's piece returns, and beside that what looks at it, or at inputs, for others."""
+def _parts_of(run: Sequence[fx.Node]) -> tuple[dict[fx.Node, fx.Node], set[fx.Node]]:
+    """What of a run others read.
+
+    Returns:
+        By node that becomes a part of the call, in order, the value of the run that it is: itself,
+        or what it shows as it is (a gradient that was transposed twice). And the nodes that only
+        look at those, or at inputs, for others.
+    """
     inside = set(run)
-    ends: set[fx.Node] = set()
+    shown: dict[fx.Node, list[fx.Node]] = {}
     views: set[fx.Node] = set()
     for node in read_outside(run):
+        owner = root(node) if is_view(node) else node
+        if owner in inside and (owner is node or _is_the_same(node, owner)):
+            shown.setdefault(owner, []).append(node)
+            continue
         current = node
         while current in inside and is_view(current) and current not in views:
             views.add(current)
             current = current.all_input_nodes[0]
         if current in inside and current not in views:
-            ends.add(current)
-    return [n for n in run if n in ends], ends | views
+            shown.setdefault(current, []).insert(0, current)
+    parts: dict[fx.Node, fx.Node] = {}
+    for owner, nodes in shown.items():
+        part = owner if owner in nodes else nodes[0]
+        parts[part] = owner
+        for other in nodes:
+            if other is not part and other not in views:
+                other.replace_all_uses_with(part, delete_user_cb=lambda u: u not in inside)
+    return {node: parts[node] for node in run if node in parts}, views
+
+
+def _is_the_same(view: fx.Node, owner: fx.Node) -> bool:
+    """Whether a view shows a tensor as it is."""
+    value, other = view.meta.get("val"), owner.meta.get("val")
+    if not isinstance(value, Tensor) or not isinstance(other, Tensor):
+        return False
+    mine = (value.shape, value.stride(), value.storage_offset(), value.dtype)
+    return mine == (other.shape, other.stride(), other.storage_offset(), other.dtype)
 
 
 def split(piece: Piece, positions: tuple[int, ...]) -> fx.Graph:
@@ -292,13 +318,13 @@ def replace_call(graph: fx.Graph, call: fx.Node, body: fx.Graph) -> list[fx.Node
         own = parts.get(node)
         if own is None:
             with graph.inserting_before(call):
-                own = graph.node_copy(node, copies.__getitem__)  # type: ignore[arg-type]  # nodes
+                own = graph.node_copy(node, copies.__getitem__)
             own.meta["fxzero"] = call.meta["fxzero"]
         else:
             call.prepend(own)
             own.target = node.target
-            own.args = fx.map_arg(node.args, copies.__getitem__)  # type: ignore[arg-type]  # nodes
-            own.kwargs = fx.map_arg(node.kwargs, copies.__getitem__)  # type: ignore[arg-type]  # nodes
+            own.args = fx.map_arg(node.args, copies.__getitem__)
+            own.kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
         copies[node] = own
         came.append(own)
     graph.erase_node(call)

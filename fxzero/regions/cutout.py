@@ -27,14 +27,15 @@ from fxzero.graph.structure import StructureKey
 
 def move_parts_together(graph: StepGraph) -> None:
     """Put parts right behind what they are part of, and symbolic numbers as early as possible."""
-    last: dict[fx.Node, fx.Node] = {}
+    placed: dict[fx.Node, fx.Node] = {}
+    """By what has parts, the last one that was put behind it."""
     for node in list(graph.nodes(role=Role.COMPUTE)):
         if node.target is operator.getitem:
             source = node.all_input_nodes[0]
-            before = last.get(source, source)
+            before = placed.get(source, source)
             if before.next is not node:
                 before.append(node)
-            last[source] = node
+            placed[source] = node
             stamp, layer = stamp_of(node), stamp_of(source).layer
             if stamp.layer != layer:
                 set_stamp(node, replace(stamp, layer=layer))
