@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.mutants.fault import Fault
 from tests.mutants.faults import (
+    equal_layers,
     gathers,
     identity,
     memory_and_ranks,
@@ -23,4 +24,5 @@ FAULTS: tuple[Fault, ...] = (
     *updates.FAULTS,
     *identity.FAULTS,
     *memory_and_ranks.FAULTS,
+    *equal_layers.FAULTS,
 )

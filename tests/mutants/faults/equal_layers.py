@@ -1,0 +1,57 @@
+"""Equal layers: traced once, copied where nothing differs, called where they were made once."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+
+FAULTS = (
+    Fault(
+        "a copied layer reads the parameters of the traced one",
+        "fxzero/_compat/layer_copies.py",
+        "return keys.get(value, value) if isinstance(value, str) else value",
+        "return value",
+        "tests/compat/test_equal_layers.py::test_the_graph_is_the_one_of_tracing_each_layer",
+    ),
+    Fault(
+        "a layer is copied whether or not the traced one's guards hold for it",
+        "fxzero/_compat/layer_guards.py",
+        "return self.valid and bool(self.root.check({}))",
+        "return True",
+        "tests/compat/test_equal_layers.py::test_a_layer_that_differs",
+    ),
+    Fault(
+        "a piece gives its results in another order",
+        "fxzero/graph/pieces.py",
+        "node.target, node.args, node.kwargs = operator.getitem, (call, i), {}",
+        "node.target, node.args, node.kwargs = operator.getitem, (call, len(parts) - 1 - i), {}",
+        "tests/passes/test_meaning.py::test_every_pass_keeps_the_meaning[2-outline]",
+    ),
+    Fault(
+        "runs are told apart by what they read and do, not by what others read of them",
+        "fxzero/graph/structure.py",
+        "tuple(index[node].position for node in outputs),",
+        "(),",
+        "tests/passes/test_lower_regions.py::test_structures_differ_where_results_do",
+    ),
+    Fault(
+        "backward keeps a cast of a parameter that forward made",
+        "passes/outline.py",
+        "            if needed is not None:",
+        "            if needed is None:",
+        "tests/passes/test_outline.py::test_backward_reads_no_parameter_from_forward[casting]",
+    ),
+    Fault(
+        "a layer waits for its last bucket where it begins",
+        "passes/outline.py",
+        "if key in begun and reader is not None and is_call(reader):",
+        "if key not in begun and reader is not None and is_call(reader):",
+        "tests/passes/test_outline.py::test_the_tasks_are_those_of_operators[3-64-tower]",
+    ),
+    Fault(
+        "a plan is for every graph of such calls, whatever is called",
+        "fxzero/graph/digest.py",
+        'return f"{node.target.__name__} {node.target.digest}"',
+        "return node.target.__name__",
+        "tests/passes/test_outline.py::test_what_is_called_counts_in_a_digest",
+    ),
+)
