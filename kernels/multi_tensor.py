@@ -43,7 +43,7 @@ POINTEES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float1
 _ROUND_BFLOAT16: tl.constexpr = tl.constexpr(INTERPRETED)
 
 
-class Layout(NamedTuple):
+class WorkTables(NamedTuple):
     """Tables that depend on sizes alone."""
 
     work: Tensor
@@ -74,7 +74,7 @@ def aligned(*numbers: int) -> bool:
     return all(n % ALIGNMENT == 0 for n in numbers)
 
 
-def lay_out(sizes: tuple[int, ...], device: torch.device, align: int = 1) -> Layout:
+def lay_out(sizes: tuple[int, ...], device: torch.device, align: int = 1) -> WorkTables:
     """Share tensors of some sizes among programs of `BLOCK` elements, on the device.
 
     Args:
@@ -172,7 +172,7 @@ def _stream(device: torch.device) -> int | None:
 @lru_cache(maxsize=256)
 def _lay_out(
     sizes: tuple[int, ...], device: torch.device, align: int, stream: int | None
-) -> Layout:
+) -> WorkTables:
     padded = [round_up(size, align) for size in sizes]
     blocks = [triton.cdiv(size, BLOCK) for size in padded]
     programs = sum(blocks)
@@ -182,7 +182,7 @@ def _lay_out(
     tensor = torch.repeat_interleave(blocks_there, output_size=programs)
     first = (blocks_there.cumsum(0) - blocks_there)[tensor]
     block = torch.arange(programs, device=device) - first
-    return Layout(
+    return WorkTables(
         torch.stack((tensor, block), dim=1).int(),
         sizes_there,
         padded_there.cumsum(0) - padded_there,

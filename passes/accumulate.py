@@ -51,7 +51,7 @@ def take_rows(graph: StepGraph, unrolled: int) -> None:
         graph.graph.erase_node(node)
 
 
-def repeat(
+def repeat_micro_step(
     graph: StepGraph, nodes: list[fx.Node], micro_step: int, known: dict[fx.Node, fx.Node]
 ) -> dict[fx.Node, fx.Node]:
     """Copy a micro-step's nodes to the end of the graph, for another micro-batch.
@@ -149,7 +149,7 @@ class Accumulate(DecidingPass[Held]):
             graph.steady_runs = steady_runs(self.micro_batches)
         for micro_step in range(1, unrolled):
             before = {source: values[-1][position] for position, source in changed.items()}
-            copies = repeat(graph, nodes, micro_step, before)
+            copies = repeat_micro_step(graph, nodes, micro_step, before)
             values.append([copies.get(v, v) if isinstance(v, fx.Node) else v for v in first])
         result = list(values[-1])
         if self.micro_batches > 1:

@@ -39,7 +39,7 @@ _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass
-class Found:
+class FoundIdiom:
     """An idiom in a graph, forward and backward."""
 
     idiom: Idiom
@@ -76,7 +76,7 @@ class Finder:
             if isinstance(value, Tensor) and value.dtype in _FLOATS:
                 self.dtypes.add(value.dtype)
 
-    def find(self, idiom: Idiom) -> Iterable[Found]:
+    def find(self, idiom: Idiom) -> Iterable[FoundIdiom]:
         """All places of an idiom; those that have been replaced meanwhile are passed over."""
         for dtype in sorted(self.dtypes, key=str):
             pattern = _loose(idiom, dtype, self.decompositions)
@@ -95,7 +95,7 @@ class Finder:
 
     def confirm(
         self, idiom: Idiom, loose: Pattern, mapping: Mapping, numbers: dict[str, float]
-    ) -> Found | None:
+    ) -> FoundIdiom | None:
         """Match forward and backward exactly, around a forward that looks right."""
         inputs = [mapping[p] for p in loose.graph.find_nodes(op="placeholder") if p in mapping]
         (written,) = loose.outputs()
@@ -120,7 +120,7 @@ class Finder:
         self.leave(idiom, loose, mapping, "another backward")
         return None
 
-    def call(self, found: Found) -> fx.Graph | None:
+    def call(self, found: FoundIdiom) -> fx.Graph | None:
         """The kernel's call on what an idiom was found with."""
         values = [node.meta["val"] for node in found.inputs]
         key = (found.idiom, _key(values), tuple(found.numbers.items()), found.differentiated)
@@ -279,7 +279,7 @@ def _extractable(
     mapping: Mapping,
     numbers: dict[str, float],
     differentiated: tuple[bool, ...],
-) -> Found | None:
+) -> FoundIdiom | None:
     """A match that can be taken out of its graph, or None."""
     placeholders = pattern.graph.find_nodes(op="placeholder")
     if any(p not in mapping for p in placeholders):
@@ -299,7 +299,7 @@ def _extractable(
     if not all(_sum_up(terms, inside) for terms in gradients):
         return None
     tangent = tangents[0] if tangents else None
-    return Found(idiom, inputs, tangent, nodes, output, gradients, numbers, differentiated)
+    return FoundIdiom(idiom, inputs, tangent, nodes, output, gradients, numbers, differentiated)
 
 
 def _sum_up(terms: list[fx.Node], inside: set[fx.Node]) -> bool:

@@ -31,7 +31,7 @@ from fxzero.graph.match import Pattern
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Fact, Notes
 from fxzero.passes.decision import DecidingPass, Decision
-from fxzero.passes.find_idioms import Finder, Found, depends_on
+from fxzero.passes.find_idioms import Finder, FoundIdiom, depends_on
 from fxzero.settings import at_least
 
 _aten = torch.ops.aten
@@ -39,7 +39,7 @@ _PRODUCTS = (_aten.mm.default, _aten.addmm.default)
 _FOR_MEMORY = "linear_cross_entropy"
 
 
-def _replace(graph: StepGraph, found: Found, made: fx.Graph | None) -> str:
+def _replace(graph: StepGraph, found: FoundIdiom, made: fx.Graph | None) -> str:
     """Put the kernel's call in; return why not, or nothing."""
     if made is None:
         return "not for its shapes or dtypes"
@@ -141,7 +141,7 @@ def _leave_out(graph: StepGraph, term: fx.Node, inside: set[fx.Node]) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class KernelSite:
     """Where a kernel could stand."""
 
     kernel: str
@@ -157,7 +157,7 @@ class Place:
 class Kernels(Decision):
     """Where kernels stand for what a model writes out."""
 
-    places: tuple[Place, ...] = ()
+    places: tuple[KernelSite, ...] = ()
     wanted: tuple[str, ...] = ()
     """The kernels that were looked for."""
     skipped: str = ""
@@ -223,7 +223,7 @@ class LowerKernels(DecidingPass[Kernels]):
         for idiom in IDIOMS:
             for found in finder.find(idiom) if idiom.kernel in wanted else ():
                 loses, speedup = self._loses(found, idiom.kernel in forced, table, on_cpu)
-                places.append(Place(idiom.kernel, found.output.name, loses, speedup))
+                places.append(KernelSite(idiom.kernel, found.output.name, loses, speedup))
         return Kernels(tuple(places), tuple(sorted(wanted)))
 
     def apply(self, graph: StepGraph, decision: Kernels, ctx: Context) -> Notes:
@@ -276,7 +276,7 @@ class LowerKernels(DecidingPass[Kernels]):
         return names
 
     def _loses(
-        self, found: Found, forced: bool, table: KernelTable | None, on_cpu: bool
+        self, found: FoundIdiom, forced: bool, table: KernelTable | None, on_cpu: bool
     ) -> tuple[str, float | None]:
         """Why torch's operators are the better choice, empty if they are not; and the speed-up."""
         if forced:

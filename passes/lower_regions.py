@@ -56,7 +56,7 @@ def _is_mutable(node: fx.Node) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
-def lower(graph: StepGraph, cutout: Cutout, structure: Structure) -> None:
+def lower_run(graph: StepGraph, cutout: Cutout, structure: Structure) -> None:
     """Replace a run by one call."""
     region = Region(cutout.name, structure, cutout.key)
     last = cutout.run[-1]
@@ -120,5 +120,5 @@ class LowerRegions(Pass):
                 cutouts.append(cutout)
         CACHE.fill({c.key: c.module for c in share_compilation(cutouts)}, graph.fake_mode)
         for cutout in cutouts:
-            lower(graph, cutout, CACHE.get(cutout.key, cutout.module, graph.fake_mode))
+            lower_run(graph, cutout, CACHE.get(cutout.key, cutout.module, graph.fake_mode))
         return Notes(regions=len(cutouts), compiled=CACHE.compilations - before)

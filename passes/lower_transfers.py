@@ -61,7 +61,7 @@ def messages_of(record: Transfer, tensors: Sequence[fx.Node]) -> tuple[Call, Cal
             raise AssertionError(f"no pass makes a transfer of kind {record.kind}")
 
 
-def lower(transfer: TransferNodes) -> None:
+def lower_transfer(transfer: TransferNodes) -> None:
     """Let gloo's own functions launch a transfer and join it."""
     launch_call, wait_call = messages_of(transfer.record, transfer.tensors)
     for node, (function, arguments) in (
@@ -91,5 +91,5 @@ class LowerTransfers(Pass):
         """See the module's docstring."""
         transfers = [t for t in graph.transfers() if runs_on_gloo(t)]
         for transfer in transfers:
-            lower(transfer)
+            lower_transfer(transfer)
         return Notes(lowered=len(transfers))

@@ -36,7 +36,7 @@ from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.passes.shard_params import derived, first_use, is_needed_again, read_in, shard_source
-from fxzero.regions.cutout import move_parts_together, name_of, runs
+from fxzero.regions.cutout import move_parts_together, piece_name, runs
 from fxzero.schedule.problem import nodes_of
 
 LEAST_NODES = 3
@@ -156,7 +156,7 @@ class Outline(Pass):
                 stamp = stamp_of(run[0])
                 layer = stamp.layer.replace(".", "_") or "root"
                 name = f"{layer}_{stamp.phase.value}"
-                put_into_piece(graph.graph, run, graph.pieces, name_of(run), name)
+                put_into_piece(graph.graph, run, graph.pieces, piece_name(run), name)
         calls = sum(map(is_call, graph.graph.nodes))
         pieces = len(called(graph.graph.nodes))
         return Notes(pieces=pieces, calls=calls, nodes=len(graph.graph.nodes), of=before)

@@ -27,7 +27,7 @@ from fxzero.regions.cutout import move_parts_together
 from fxzero.schedule.engine import TaskGraph, replay
 from fxzero.schedule.keep import keep, keepable
 from fxzero.schedule.problem import Inventory, Problem
-from fxzero.schedule.search import Found, best_order, fixed_order
+from fxzero.schedule.search import FoundOrder, best_order, fixed_order
 from fxzero.settings import at_least
 
 KEEPS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
@@ -42,7 +42,7 @@ class Choice:
 
     kept: tuple[TransferNodes, ...]
     problem: Problem
-    found: Found
+    found: FoundOrder
 
 
 def default_budget(graph: TaskGraph) -> int:
@@ -173,7 +173,7 @@ class Prefetch(DecidingPass[Order]):
         if self.distance is not None:
             problem = inventory.problem()
             order = tuple(fixed_order(problem.graph, self.distance, self.reduce_distance))
-            found = Found(order, replay(problem.graph, order), f"distance {self.distance}")
+            found = FoundOrder(order, replay(problem.graph, order), f"distance {self.distance}")
             choice = Choice((), problem, found)
         else:
             choice = choose(inventory, keepable(graph) if self.keep else [], self.budget_bytes)

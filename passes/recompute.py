@@ -76,7 +76,7 @@ def cheap_expression(
     return sorted(found)
 
 
-def repeat(
+def repeat_in_backward(
     graph: StepGraph, nodes: list[fx.Node], made: dict[fx.Node, fx.Node], before: fx.Node
 ) -> fx.Node:
     """Copy forward nodes into backward and let backward read the copies.
@@ -182,7 +182,9 @@ class Recompute(DecidingPass[Repetitions]):
             for name in value.nodes:
                 if name not in nodes:
                     raise ConfigError(f"the plan repeats {name!r}, which is no forward node")
-            first = repeat(graph, [nodes[name] for name in value.nodes], made, before=first)
+            first = repeat_in_backward(
+                graph, [nodes[name] for name in value.nodes], made, before=first
+            )
         if made:
             sink_backward(graph)
         return Notes(

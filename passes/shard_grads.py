@@ -136,7 +136,7 @@ def accumulated(node: fx.Node) -> list[fx.Node]:
     return [node, *reversed(terms)]
 
 
-def place(graph: StepGraph, spec: ParamSpec, parts: list[Partial]) -> fx.Node:
+def place_reductions(graph: StepGraph, spec: ParamSpec, parts: list[Partial]) -> fx.Node:
     """Emit what follows a parameter's full gradients; return what leaves the graph.
 
     Stages 2 and 3 reduce each micro-step's gradient and add up shards; the others add up
@@ -263,7 +263,7 @@ class ShardGrads(Pass):
             if not isinstance(node, fx.Node):
                 continue
             spec = graph.specs[key]
-            values[position] = place(graph, spec, partials(graph, node, key in marked))
+            values[position] = place_reductions(graph, spec, partials(graph, node, key in marked))
             graph.set_output_values(values)
             _erase_unused(graph, [node])
             if stamp_of(values[position]).role is Role.KEEP:

@@ -51,7 +51,7 @@ def _cast(graph: StepGraph, source: fx.Node, spec: ParamSpec, stamp: Stamp) -> f
     return graph.call(_aten._to_copy.default, (source,), dtype, stamp=stamp)
 
 
-def gather(graph: StepGraph, source: fx.Node, spec: ParamSpec, stamp: Stamp) -> fx.Node:
+def emit_gathers(graph: StepGraph, source: fx.Node, spec: ParamSpec, stamp: Stamp) -> fx.Node:
     """Emit the nodes that make a full parameter of a shard; return the full one."""
     if spec.shard_group is None:
         return _cast(graph, source, spec, replace(stamp, lane=Lane.COMPUTE, role=Role.COMPUTE))
@@ -235,7 +235,7 @@ class Queue:
             waiting.insert(place, (number, last.next))
 
 
-def place(
+def place_gathers(
     graph: StepGraph, spec: ParamSpec, marker: fx.Node, segments: list[Segment], queue: Queue
 ) -> int:
     """Replace one parameter's marker by what its stage asks for; return the gathers made.
@@ -265,7 +265,7 @@ def place(
             micro_step=segment.micro_step,
         )
         with queue.before(graph, needed, values), graph.made_for(marker):
-            full = gather(graph, source, spec, stamp)
+            full = emit_gathers(graph, source, spec, stamp)
             if full is source and changes and not per_segment:
                 compute = replace(stamp, lane=Lane.COMPUTE, role=Role.COMPUTE)
                 full = graph.call(_aten.clone.default, (source,), stamp=compute)
@@ -304,5 +304,7 @@ class ShardParams(Pass):
         queue = Queue()
         for (key, source), nodes in markers.items():
             refuse_changed_shard(graph.specs[key], source)
-            made += place(graph, graph.specs[key], _one_marker(graph, nodes), segments, queue)
+            made += place_gathers(
+                graph, graph.specs[key], _one_marker(graph, nodes), segments, queue
+            )
         return Notes(params=len(markers), gathers=made)

@@ -174,7 +174,7 @@ def inspect(
     if not console.is_terminal:
         console = Console(width=200)  # a pipe has no width: do not fold what may be searched
     with as_sentences(traceback):
-        check_together(
+        check_companions(
             {
                 "--micro-batches": (micro_batches > 1, "--step", step),
                 "--inference": (inference, "no --step", not step),
@@ -237,7 +237,7 @@ def check_file(option: str, path: Path | None) -> None:
         raise ConfigError(f"{option} {path} is a folder. Name a file in it.")
 
 
-def check_together(wants: dict[str, tuple[bool, str, bool]]) -> None:
+def check_companions(wants: dict[str, tuple[bool, str, bool]]) -> None:
     """See that each option that is used has what it means something with.
 
     Args:

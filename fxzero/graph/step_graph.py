@@ -180,9 +180,11 @@ class StepGraph:
     ) -> Iterator[fx.Node]:
         """Nodes in launch order, of one phase, role or segment if asked."""
         boundary = role in (Role.INPUT, Role.OUTPUT)
-        for node in list(self.graph.nodes):
-            if not boundary and node.op in ("placeholder", "output"):
-                continue
+        found = [n for n in self.graph.nodes if boundary or n.op not in ("placeholder", "output")]
+        if role is None and phase is None and segment is None:
+            yield from found
+            return
+        for node in found:
             stamp = stamp_of(node)
             if role is not None and stamp.role is not role:
                 continue

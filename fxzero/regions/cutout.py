@@ -129,10 +129,10 @@ def cut_out(pieces: Pieces, run: list[fx.Node], name: str) -> Cutout:
     outputs = read_outside(run)
     calls = [node for node in run if is_call(node)]
     known = piece_of(calls[0]).pieces if calls else pieces
-    return Cutout(name, run, outputs, known.of(run, outputs, name_of(run)))
+    return Cutout(name, run, outputs, known.of(run, outputs, piece_name(run)))
 
 
-def name_of(run: list[fx.Node]) -> str:
+def piece_name(run: list[fx.Node]) -> str:
     """What a piece is called that a run becomes: its layer's class, without numbers, and phase."""
     stamp = stamp_of(run[0])
     words = [word for word in stamp.layer.split(".") if word and not word.isdigit()]

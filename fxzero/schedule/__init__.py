@@ -1,10 +1,10 @@
 """When things run: tasks on resources, their replay, and the search for a good order."""
 
 from fxzero.schedule.engine import Hold, Replay, Task, TaskGraph, replay
-from fxzero.schedule.search import Found, best_order, exact_order, fixed_order, list_order
+from fxzero.schedule.search import FoundOrder, best_order, exact_order, fixed_order, list_order
 
 __all__ = [
-    "Found",
+    "FoundOrder",
     "Hold",
     "Replay",
     "Task",

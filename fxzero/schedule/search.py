@@ -25,7 +25,7 @@ WINDOWS = (0, 1, 2, 3, 4, 6, 8, 16, 64)
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundOrder:
     """An order, and what it comes to."""
 
     order: tuple[int, ...]
@@ -243,7 +243,7 @@ def exact_order(graph: TaskGraph) -> list[int] | None:
 
 def best_order(
     graph: TaskGraph, prefer: Callable[[Sequence[int]], bool] = lambda _: True
-) -> Found | None:
+) -> FoundOrder | None:
     """The order that holds least among those that are about as fast as the fastest found.
 
     Never slower than gathers one ahead of their use, if the budget allows those and they are what
@@ -255,14 +255,14 @@ def best_order(
     Returns:
         None if no order was found within the budget.
     """
-    found: list[Found] = []
+    found: list[FoundOrder] = []
 
-    def consider(make: Callable[[], list[int] | None], by: str) -> Found | None:
+    def consider(make: Callable[[], list[int] | None], by: str) -> FoundOrder | None:
         order = make()
         if order is None:
             return None
         key = tuple(order)
-        result = Found(key, replay(graph, order), by)
+        result = FoundOrder(key, replay(graph, order), by)
         if not graph.fits(result.replay.peaks):
             return None
         found.append(result)

@@ -15,7 +15,7 @@ from torch import nn
 from fxzero.errors import ShardingError
 
 
-def check(model: nn.Module) -> None:
+def refuse_without_initialiser(model: nn.Module) -> None:
     """Refuse a meta module that does not know how to initialise itself.
 
     Raises:

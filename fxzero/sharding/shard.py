@@ -296,7 +296,7 @@ def _check(
         )
     if not ignored_ids <= known:
         raise ShardingError("ignored= names a tensor that is no parameter of this model")
-    materialize.check(model)
+    materialize.refuse_without_initialiser(model)
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise ShardingError(f"mesh={mesh!r} is no DeviceMesh. Make one with init_device_mesh().")
 

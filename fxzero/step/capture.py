@@ -65,7 +65,7 @@ def compile_graph(
     Raises:
         CaptureError: the graph computes no scalar, or more than a loss.
     """
-    check_loss(module)
+    check_scalar_loss(module)
     refuse_computed_inputs(example_inputs, specs)
     plain = {
         position: specs[id(value)]
@@ -152,7 +152,7 @@ def no_cuda_graph(graph: StepGraph, layout: OptimizerLayout, config: Config) -> 
     return ""
 
 
-def check_loss(module: fx.GraphModule) -> None:
+def check_scalar_loss(module: fx.GraphModule) -> None:
     """See that a graph of Dynamo's returns a scalar to minimise, and nothing else."""
     (values,) = next(iter(reversed(module.graph.nodes))).args
     found = [n.meta.get("example_value") for n in values if isinstance(n, fx.Node)]

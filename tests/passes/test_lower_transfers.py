@@ -16,7 +16,7 @@ from fxzero.graph.step_graph import node_line
 from fxzero.graph.verify import verify
 from fxzero.inspect.capture import fake_ranks
 from fxzero.passes import Context, LowerTransfers
-from fxzero.passes.lower_transfers import lower
+from fxzero.passes.lower_transfers import lower_transfer
 from fxzero.runtime import collectives
 from tests import simulated_ranks
 from tests.passes.test_bucket import blocks, linear
@@ -33,7 +33,7 @@ def lower_all(graph: StepGraph, world_size: int = 8) -> StepGraph:
     """As on gloo, which a fake process group is not."""
     with fake_ranks(world_size):
         for transfer in graph.transfers():
-            lower(transfer)
+            lower_transfer(transfer)
     verify(graph, {"stamped", "gathered", "cut"}, after="lower_transfers")
     return graph
 
