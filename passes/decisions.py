@@ -42,6 +42,8 @@ class Decisions:
     """Of the graph before the first decision; empty if nobody needs it."""
     made: dict[str, Decision] = field(default_factory=dict)
     """By pass."""
+    replayed: set[str] = field(default_factory=set)
+    """The passes whose decisions are the plan's."""
 
     def make(self, step: DecidingPass[Any], graph: StepGraph, ctx: Context) -> Any:
         """The decision of a pass: the plan's, the first rank's, or its own.
@@ -52,6 +54,8 @@ class Decisions:
         if not self.digest and (self.plan is not None or self.keep_digest):
             self.digest = graph_digest(graph, self.setup)
         planned = self.plan.decision(self.digest, step) if self.plan is not None else None
+        if planned is not None:
+            self.replayed.add(step.name)
         decision = planned if planned is not None else step.decide(graph, ctx)
         question = step.question(graph, ctx) if default_store() is not None else ""
         if question:

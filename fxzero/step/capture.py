@@ -102,11 +102,13 @@ def compile_graph(
             compilation.schedule(graph)
             call = compilation.lower_whole(graph)
         except NotSteadyError as error:
-            if config.plan:
+            planned = compilation.context.decisions.replayed & _OF_MICRO_STEPS
+            if planned:
                 raise ConfigError(
                     f"plan={config.plan!r}: its graph holds {UNROLLED} micro-steps, of which the "
                     f"fourth stands for others, and {error}. Order every micro-step alike, or set "
-                    f"accumulate.micro_steps={micro_batches} and drop what was decided after it."
+                    f"accumulate.micro_steps={micro_batches} and drop what was decided after it. "
+                    f"Without {', '.join(sorted(planned))} in the plan, that is done by itself."
                 ) from None
             log.warning("compiling %d micro-batches one by one: %s", micro_batches, error)
             assert spare is not None
@@ -120,6 +122,10 @@ def compile_graph(
             call = CudaGraphStep(call, binder.copied(batch), [i for i, _ in binder.groups])
     _compat.return_free_memory()
     return binder, call
+
+
+_OF_MICRO_STEPS = frozenset({"accumulate", "bucket", "prefetch"})
+"""Passes whose decisions are for as many micro-steps as the graph holds."""
 
 
 def refuse_computed_inputs(inputs: Sequence[Any], specs: Mapping[int, ParamSpec]) -> None:

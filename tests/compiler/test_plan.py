@@ -134,6 +134,19 @@ def test_a_plan_in_which_one_micro_step_differs(tmp_path: Path) -> None:
         replayed(path, data, **LONG)
 
 
+def test_a_plan_that_leaves_the_order_open(tmp_path: Path) -> None:
+    """Where the order that is found does not repeat, the graph holds all, as without a plan."""
+    path = tmp_path / "plan.json"
+    data = written(path, captured(**LONG))
+    for name in ("accumulate", "bucket", "prefetch"):
+        del only_graph(data)[name]
+    path.write_text(json.dumps(data))
+    options = {**SMALL, "prefetch": {"distance": 50, "reduce_distance": 50}}
+    found = captured({**options, "plan": str(path)}, **LONG)
+    assert launches(found) == launches(captured(options, **LONG))
+    assert sum(name.startswith("reduce") for name in launches(found)) % 8 == 0
+
+
 def test_a_plan_of_too_few_micro_steps(tmp_path: Path) -> None:
     """A graph holds all of them, or five."""
     path = tmp_path / "plan.json"
