@@ -101,12 +101,25 @@ def test_a_dtensor_that_is_read_otherwise_stays() -> None:
 
 
 @pytest.mark.usefixtures("two_ranks")
-def test_a_parameter_that_changed_since_forward() -> None:
-    """Backward would gather the new one: an error, as eager PyTorch has it."""
+@pytest.mark.parametrize("kernels", ["none", "fused", "foreach", "for-loop"])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_a_parameter_that_changed_since_forward(optimizer: Any, kernels: str) -> None:
+    """Backward would gather the new one: an error, as eager PyTorch has it, whatever wrote."""
+    torch._dynamo.reset()
     layer = linear()
     output = torch.compile(layer, backend=Taken())(torch.ones(2, 3))
-    with torch.no_grad():
-        next(layer.parameters()).mul_(2)
+    parameters = list(layer.parameters())
+    if kernels == "none":
+        with torch.no_grad():
+            parameters[0].mul_(2)
+    else:
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        before = [parameter.to_local().clone() for parameter in parameters]
+        optimizer(parameters, lr=0.5, fused=kernels == "fused", foreach=kernels == "foreach").step()
+        for parameter, old in zip(parameters, before, strict=True):
+            assert not torch.equal(parameter.to_local(), old)
+            parameter.grad = None
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
     assert all(parameter.grad is None for parameter in layer.parameters())

@@ -45,6 +45,7 @@ from fxzero.sharding.params import KEY
 from fxzero.sharding.sharded_value import (
     ShardedValue,
     as_values,
+    compute,
     is_arithmetic,
     meets_plain,
     settled,
@@ -61,6 +62,8 @@ _GETTERS = frozenset(
     for name in "grad requires_grad is_leaf is_sparse dtype device shape ndim layout".split()
 )
 """What optimizers ask every parameter for, several times a step."""
+_ASKS = frozenset({torch.is_complex, torch.Tensor.is_complex})
+_SETS_GRADIENT = frozenset(getattr(torch.Tensor, name).__set__ for name in ("grad",))
 
 
 class ShardedParameter(DTensor):
@@ -81,9 +84,12 @@ class ShardedParameter(DTensor):
             with without_torch_function():
                 result = func(*args)
             return as_values(result) if KEY in vars(args[0]) and not in_compiler() else result
+        if func in _ASKS or (func in _SETS_GRADIENT and args[1] is None):
+            with without_torch_function():
+                return func(*args)
         if is_arithmetic(func, args, kwargs or {}) and not in_compiler() and not in_forward():
             with without_torch_function():
-                return as_values(func(*args, **(kwargs or {})))
+                return compute(func, args, kwargs or {})
         if not any(_laid_out((args, kwargs))):
             try:
                 with without_torch_function():

@@ -47,6 +47,12 @@ from fxzero.sharding.whole_value import (
 log = logging.getLogger("fxzero")
 
 
+_GETTERS = frozenset(
+    getattr(Tensor, name).__get__ for name in "is_sparse dtype device layout requires_grad".split()
+)
+"""What optimizers ask every gradient for."""
+
+
 class ShardedValue(DTensor):
     """A gradient, or what was computed from parameters or gradients: of all ranks when read.
 
@@ -66,7 +72,7 @@ class ShardedValue(DTensor):
     ) -> Any:
         """Run a torch function, and add up over the ranks what it leaves pending."""
         with without_torch_function():
-            if in_compiler():
+            if func in _GETTERS or in_compiler():
                 return func(*args, **(kwargs or {}))
             if func is unscale_function():
                 return func(sorted(args[0], key=_is_replicated), *args[1:])
@@ -148,7 +154,7 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     subclasses are not asked: the caller has switched them off.
     """
     if is_arithmetic(func, args, kwargs):
-        return as_values(func(*args, **kwargs))
+        return compute(func, args, kwargs)
     if _is_mixed_list(func, args):
         return _apart(func, args, kwargs)
     refresh_all((args, kwargs))
@@ -227,6 +233,31 @@ def is_arithmetic(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         and all(lies == placements[0] for lies in placements)
         and not any(p.is_partial() for lie in set(placements[0]) for p in lie)
     )
+
+
+_FUSED = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
+
+
+def compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function that `is_arithmetic`.
+
+    An optimizer's fused kernel takes lists of a thousand tensors, all of which DTensor would ask
+    for their layouts again; it writes to them and returns nothing, so that it can be given the
+    local tensors. Autograd learns of it as from any write.
+    """
+    if name_of(func) not in _FUSED:
+        return as_values(func(*args, **kwargs))
+    changed: list[Tensor] = []
+
+    def local(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            changed.append(value)
+            return local_tensor(value)
+        return [local(item) for item in value] if type(value) in (list, tuple) else value
+
+    result = func(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
+    torch.autograd.graph.increment_version(changed)
+    return result
 
 
 def as_values(result: Any) -> Any:
