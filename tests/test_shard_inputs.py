@@ -101,7 +101,7 @@ def test_a_dtensor_that_is_read_otherwise_stays() -> None:
 
 
 @pytest.mark.usefixtures("two_ranks")
-@pytest.mark.parametrize("kernels", ["none", "fused", "foreach", "for-loop"])
+@pytest.mark.parametrize("kernels", ["none", "copies", "fused", "foreach", "for-loop"])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
 def test_a_parameter_that_changed_since_forward(optimizer: Any, kernels: str) -> None:
     """Backward would gather the new one: an error, as eager PyTorch has it, whatever wrote."""
@@ -112,6 +112,9 @@ def test_a_parameter_that_changed_since_forward(optimizer: Any, kernels: str) ->
     if kernels == "none":
         with torch.no_grad():
             parameters[0].mul_(2)
+    elif kernels == "copies":
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, [parameter + 1 for parameter in parameters])
     else:
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)

@@ -243,10 +243,14 @@ def compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
     An optimizer's fused kernel takes lists of a thousand tensors, all of which DTensor would ask
     for their layouts again; it writes to them and returns nothing, so that it can be given the
-    local tensors. Autograd learns of it as from any write.
+    local tensors. Autograd is told, as it is of writes to lists of DTensors.
     """
-    if name_of(func) not in _FUSED:
-        return as_values(func(*args, **kwargs))
+    name = name_of(func)
+    if name not in _FUSED:
+        result = as_values(func(*args, **kwargs))
+        if name.startswith("_foreach_") and name.endswith("_"):
+            torch.autograd.graph.increment_version(args[0])
+        return result
     changed: list[Tensor] = []
 
     def local(value: Any) -> Any:
