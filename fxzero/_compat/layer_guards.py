@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -70,7 +71,8 @@ class _Guards:
         """Whether the guards that the first module passed hold of another."""
         self.scope[_NAME] = module
         try:
-            return self.valid and bool(self.root.check({}))
+            with _plain_dispatch():
+                return self.valid and bool(self.root.check({}))
         finally:
             self.scope[_NAME] = None
 
@@ -78,7 +80,8 @@ class _Guards:
         """Which guard does not hold."""
         self.scope[_NAME] = module
         try:
-            return "; ".join(self.root.check_verbose({}).verbose_code_parts)
+            with _plain_dispatch():
+                return "; ".join(self.root.check_verbose({}).verbose_code_parts)
         finally:
             self.scope[_NAME] = None
 
@@ -192,6 +195,22 @@ class Alike:
         install_guard(module.source.make_guard(create))
 
 
+@contextlib.contextmanager
+def _plain_dispatch() -> Iterator[None]:
+    """Outside of autocast and of inference mode.
+
+    A guard of a tensor compares its dispatch keys with those of when the guard was made. A layer is
+    traced inside of the forward's own autocast, and outside of any inference mode; it is checked
+    where the model is called. What holds there, Dynamo and `Call.state` compare.
+    """
+    with torch._C._DisableAutocast():
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                yield
+        else:
+            yield
+
+
 def _place() -> Any:
     from torch._dynamo.source import GlobalSource
 
@@ -228,6 +247,7 @@ def _build(guards: _Guards, found: list[Any], module: Any, tx: Any) -> None:
     try:
         with (
             torch._C.DisableTorchFunction(),
+            _plain_dispatch(),
             torch._dynamo.config.patch(skip_nnmodule_hook_guards=False),
         ):
             builder, manager = CheckFunctionManager.build_guards(

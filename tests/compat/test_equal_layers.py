@@ -345,9 +345,10 @@ def other_modes(_: Any, layers: Any, x: Tensor) -> Tensor:
 
 
 def in_autocast(_: Any, layers: Any, x: Tensor) -> Tensor:
-    x = layers[1](layers[0](x.float())).double()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
-        return layers[3](layers[2](x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for layer in layers:
+            x = layer(x)
+    return x.float()
 
 
 def several_results(_: Any, layers: Any, x: Tensor) -> Tensor:
@@ -403,6 +404,34 @@ def test_calls(way: Callable[..., Tensor], seen: Seen) -> None:
         compiled = compiled_by_fxzero(model)
         assert_like_eager(model, compiled, eager)
         assert_like_eager(model, compiled, eager)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("entry", ["no_grad", "inference_mode", "autocast", "autocast inside"])
+def test_a_model_in_another_mode(entry: str, seen: Seen) -> None:
+    """It trains, is read in a mode of torch, or has one of its own, and trains on."""
+    eager = Calls(in_autocast if entry == "autocast inside" else not_all)
+    model = fxzero.shard(copy.deepcopy(eager), zero=3)
+    x = torch.randn(2, 8)
+    mode: Any = {
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        "autocast inside": contextlib.nullcontext,
+    }[entry]
+    with traced(once=True):
+        compiled = compiled_by_fxzero(model)
+        for context in (contextlib.nullcontext, mode, contextlib.nullcontext, mode):
+            with context():
+                ours, theirs = compiled(x), eager(x)
+            rounded = entry.startswith("autocast")
+            near = 0.05 if rounded else 1e-5  # a fused region does not round between operators
+            assert (ours - theirs).abs().max() <= near * theirs.abs().max()
+            if ours.requires_grad:
+                ours.sum().backward()
+        assert all(parameter.grad is not None for parameter in model.layers[1].parameters())
+    if entry == "autocast inside":
+        assert seen.copied
 
 
 @pytest.mark.usefixtures("one_rank")
