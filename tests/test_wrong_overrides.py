@@ -7,6 +7,7 @@ through torchrun.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -268,7 +269,9 @@ def test_under_torchrun_the_sentence_stands_last_and_once(override: str, message
     *_, last, line = result.stderr.strip().splitlines()
     assert message in last
     assert set(line) == {"="}
-    assert "rank      : 1" not in output
+    # On a busy machine torchrun may end rank 1 before it has ended by itself.
+    ended = re.findall(r"rank      : 1 .*\n *exitcode  : (-?\d+)", output)
+    assert set(ended) <= {"-15"}, output
     assert "Traceback" not in result.stdout
     # What comes before torchrun's own log, table and traceback (some 35 lines, by its version)
     # and before the banner about OMP_NUM_THREADS is ours.

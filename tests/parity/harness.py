@@ -48,7 +48,9 @@ START_TIMEOUT_S = 600.0
 JOB_TIMEOUT_S = 900.0
 """For one job. The slowest takes half a minute on a quiet machine: this is there to end hangs."""
 GRACE_S = 5.0
-"""What the other ranks get to finish or fail once one rank has failed."""
+"""For the process of a rank to end."""
+OTHERS_S = 20.0
+"""What the other ranks get to finish or fail once one rank has failed, on a busy machine."""
 STACKS_TIMEOUT_S = 20.0
 """For a rank to write where it is."""
 
@@ -201,7 +203,7 @@ class Pool:
                 worker = pending.pop(connection)
                 answers[worker.rank] = answer = worker.read_answer()
                 if answer.error:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + OTHERS_S)
         return answers
 
     def _complaints(self, answers: dict[int, _Answer], timeout_s: float) -> list[str]:
