@@ -10,7 +10,7 @@ FAULTS = (
         "fxzero/capture/fold_layers.py",
         "self._keys.get(a, a) if isinstance(a, str) else a for a in copy.args",
         "a for a in copy.args",
-        "tests/test_fold_layers.py::test_the_graph_is_the_same[3]",
+        "tests/capture/test_fold_layers.py::test_the_graph_is_the_same[3]",
     ),
     Fault(
         "a constant of a layer is looked up by name in the model",

@@ -25,7 +25,7 @@ FAULTS = (
         "fxzero/sharding/ops.py",
         "if not backward_keeps_graph():",
         "if backward_keeps_graph() is not None:",
-        "tests/test_ops.py::test_release_saved_obeys_retain_graph[True]",
+        "tests/sharding/test_ops.py::test_release_saved_obeys_retain_graph[True]",
     ),
     Fault(
         "dropout is repeated with other numbers",

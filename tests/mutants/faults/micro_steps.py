@@ -75,7 +75,7 @@ FAULTS = (
         "fxzero/sharding/ops.py",
         "kept.grad.add_(grad)\n        kept.backward",
         "kept.grad.copy_(grad)\n        kept.backward",
-        "tests/test_ops.py::test_no_sync_keeps_and_gives_back",
+        "tests/sharding/test_ops.py::test_no_sync_keeps_and_gives_back",
     ),
     Fault(
         "what no_sync kept is left out of the reduction",
@@ -89,7 +89,7 @@ FAULTS = (
         "fxzero/sharding/ops.py",
         "    if parameter.grad is None:\n        return None\n    written",
         "    if parameter.grad is None:\n        return kept\n    written",
-        "tests/test_ops.py::test_zero_grad_forgets[sharded-True]",
+        "tests/sharding/test_ops.py::test_zero_grad_forgets[sharded-True]",
     ),
     Fault(
         "a step in several graphs reduces no micro-batch",

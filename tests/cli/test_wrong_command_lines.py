@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_cli import assert_sentence, call
+from tests.cli.test_cli import assert_sentence, call
 
 NET = "tests.targets:tensor_input"
 BATCHED = "tests.targets:dict_batches"

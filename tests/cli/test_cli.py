@@ -19,8 +19,8 @@ from fxzero import Config
 from fxzero.cli.app import app
 from tests.tracing import chain
 
-ROOT = Path(__file__).resolve().parents[1]
-TARGET = "tests.test_cli:model"
+ROOT = Path(__file__).resolve().parents[2]
+TARGET = "tests.cli.test_cli:model"
 model = chain(2)
 
 BY_LAYER = ("--options", '{"bucket": {"min_bytes": 0}, "prefetch": {"distance": 1}}')

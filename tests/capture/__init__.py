@@ -1,0 +1,1 @@
+"""Towards a joint graph: `fxzero.capture`."""

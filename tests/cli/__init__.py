@@ -1,0 +1,1 @@
+"""The `fxzero` command: `fxzero.cli`."""

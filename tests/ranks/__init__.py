@@ -1,0 +1,1 @@
+"""Groups of processes, and what they agree on: `fxzero.ranks`."""

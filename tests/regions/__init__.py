@@ -1,0 +1,1 @@
+"""What runs of compute become: `fxzero.regions`."""

@@ -1,0 +1,1 @@
+"""What becomes of a parameter: `fxzero.sharding`."""
