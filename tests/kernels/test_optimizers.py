@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fxzero.errors import KernelError
+from fxzero.kernels import optimizers
 from fxzero.kernels.optimizers import (
     adamw_,
     adamw_reference,
@@ -230,10 +231,21 @@ def test_buckets_of_the_same_sizes_are_told_apart() -> None:
     references[1].check(second, steps=2)
 
 
-def test_nothing_to_do() -> None:
+def test_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel is launched where no tensor has an element."""
+    launched: list[Any] = []
+    launch = optimizers.launch
+
+    def noting(kernel: Any, grid: Any) -> Any:
+        launched.append(kernel)
+        return launch(kernel, grid)
+
+    monkeypatch.setattr(optimizers, "launch", noting)
     adamw_([], [], [], [], 1, lr=LR)
-    tensors = bucket([(0,), (3, 0)])
-    adamw_(**tensors, step=1, lr=LR)
+    adamw_(**bucket([(0,), (3, 0)]), step=1, lr=LR)
+    assert launched == []
+    adamw_(**bucket([(0,), (3,)]), step=1, lr=LR)
+    assert len(launched) == 1
 
 
 # Stochastic rounding.

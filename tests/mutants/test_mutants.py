@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ast
 import functools
+from typing import Any
 
 import pytest
 
 from fxzero.errors import VerificationError
+from fxzero.graph.verify import verify
 from tests.mutants.fault import ROOT, Fault
 from tests.mutants.faults import FAULTS
 from tests.mutants.graphs import GRAPHS
@@ -20,9 +22,17 @@ VERIFIED = {fault.name: fault for fault in FAULTS if fault.graph is not None}
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_a_graph_without_fault(name: str) -> None:
-    """Every rule holds."""
+def test_a_graph_without_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rule holds, after every pass."""
+    verified: list[str] = []
+
+    def noting(*arguments: Any, after: str) -> None:
+        verify(*arguments, after=after)
+        verified.append(after)
+
+    monkeypatch.setattr("fxzero.compiler.run.verify", noting)
     GRAPHS[name]()
+    assert verified
 
 
 @pytest.mark.parametrize("name", VERIFIED)

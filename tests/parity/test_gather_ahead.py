@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 
 import fxzero
 from fxzero.compiler.compilation import Compilation, observers
+from fxzero.runtime import collectives
 from fxzero.runtime.ahead import Ahead, Take, is_same
+from fxzero.runtime.collectives import InFlight
 from tests.parity.harness import Pools
 
 OPTIONS = {
@@ -193,8 +195,15 @@ def nothing_sent(*shards: Any) -> Any:
     raise AssertionError("not called")
 
 
-def test_nothing_in_flight_is_nothing_to_drop() -> None:
+def test_nothing_in_flight_is_nothing_to_drop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropping twice, or never having launched, does nothing."""
+    joined: list[InFlight] = []
+    monkeypatch.setattr(collectives, "join", joined.append)
     ahead = Ahead(nothing_sent, 2, "", 0, "w")
     ahead.drop()
+    assert joined == []
+    ahead.flight = flight = InFlight([], [])
     ahead.drop()
+    ahead.drop()
+    assert joined == [flight]
+    assert ahead.flight is None

@@ -136,5 +136,14 @@ def test_a_rank_that_never_comes(ranks: Pools, world: int) -> None:
 
 
 def test_a_single_process_compares_nothing() -> None:
-    """There is nobody to compare with."""
+    """There is nobody to compare with: nothing is posted, with a process group or without."""
+    assert not dist.is_initialized()
     rendezvous.compare_models({"zero": "3"})
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        before = store.num_keys()
+        rendezvous.compare_models({"zero": "3"})
+        assert store.num_keys() == before
+    finally:
+        dist.destroy_process_group()
