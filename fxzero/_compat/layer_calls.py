@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fxzero._compat.layer_guards import Alike, NotAlikeError
 from fxzero._compat.nodes import is_plain_to_local
-from fxzero._compat.traced_objects import changed_objects, is_below
+from fxzero._compat.traced_objects import Changes, is_below
 
 log = logging.getLogger("fxzero")
 
@@ -116,12 +116,14 @@ class Before:
     depth: int
     """How many modules are being called."""
     random_calls: int
+    changes: Changes | None
 
     @classmethod
     def of(cls, tx: Any) -> Before:
         nodes = tx.output.current_tracer.graph.nodes
         last = next(iter(reversed(nodes)), None)
-        return cls(last, len(tx.nn_module_stack), len(tx.output.random_calls))
+        depth, random_calls = len(tx.nn_module_stack), len(tx.output.random_calls)
+        return cls(last, depth, random_calls, Changes.of(tx))
 
 
 @dataclass
@@ -134,6 +136,8 @@ class Trace:
     inputs: dict[fx.Node, Any]
     """The graph's inputs that are reached through the module, with their sources."""
     result: Any
+    changes: Changes
+    """What the compiled function had changed before it, and this call does not read."""
     fresh: set[fx.Node]
     """What a copy computes anew on fake tensors: what shares memory with arguments or results."""
     found: Alike | NotAlikeError | None = None
@@ -146,8 +150,11 @@ class Trace:
         Raises:
             NotAlikeError: it cannot.
         """
-        if changed_objects(tx):
+        before_it, now = before.changes, Changes.of(tx)
+        if before_it is None or now is None or not now.same_as(before_it):
             raise NotAlikeError("objects outside of the compiled function were changed")
+        if not before_it.untouched():
+            raise NotAlikeError("it reads an object that the compiled function has changed")
         if len(tx.output.random_calls) != before.random_calls:
             raise NotAlikeError("it draws random numbers in Python")
         graph = tx.output.current_tracer.graph
@@ -174,7 +181,7 @@ class Trace:
             if not _is_readable(node, inside):
                 raise NotAlikeError(f"it does more with {node} than to read it")
         _check_result(result, inside)
-        trace = cls(call, before.depth, nodes, inputs, result, set())
+        trace = cls(call, before.depth, nodes, inputs, result, now, set())
         trace.fresh = trace._sharing_memory()
         return trace
 
@@ -203,7 +210,7 @@ class Trace:
         if self.found is None:
             try:
                 parameters = [source for node, source in self.inputs.items() if _is_parameter(node)]
-                self.found = Alike.of(self.call.module, parameters, tx, keys)
+                self.found = Alike.of(self.call.module, parameters, tx, keys, self.changes)
             except NotAlikeError as why:
                 self.found = why
         if isinstance(self.found, NotAlikeError):

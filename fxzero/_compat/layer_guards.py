@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxzero._compat.traced_objects import changed_objects, evaluator, moved_to, value_at
+from fxzero._compat.traced_objects import Changes, evaluator, moved_to, value_at
 
 _NAME = "__layer"
 
@@ -106,13 +106,18 @@ class Alike:
     """Where they are, and whether each is guarded to be one that lies outside of the module."""
     read: Callable[[dict[str, Any]], tuple[Any, ...]]
     """The same objects of another module."""
+    changes: Changes
+    """What the compiled function had changed before, none of it among them."""
 
     @classmethod
-    def of(cls, module: Any, parameters: Iterable[Any], tx: Any, keys: str) -> Alike:
+    def of(
+        cls, module: Any, parameters: Iterable[Any], tx: Any, keys: str, changes: Changes
+    ) -> Alike:
         """Make Dynamo's guards of a module guards of any.
 
         Args:
             parameters: where those are that its graph reads.
+            changes: what had been changed when it was traced.
 
         Raises:
             NotAlikeError: there is one that this cannot do with.
@@ -142,7 +147,8 @@ class Alike:
         read = evaluator(list(sources))
         names = {_NAME: module.value}
         values = read(names)
-        alike = cls(guards, guards.keys(module.value), values, sources, read)
+        alike = cls(guards, guards.keys(module.value), values, sources, read, changes)
+        alike._refuse_changed(module, values)
         if not guards.hold(module.value):
             raise NotAlikeError(f"its guards do not hold of itself: {guards.broken(module.value)}")
         return alike
@@ -154,11 +160,13 @@ class Alike:
             NotAlikeError: it is not.
         """
         guards, effects = self.guards, tx.output.side_effects
-        if changed_objects(tx):
+        changes = Changes.of(tx)
+        if changes is None or not changes.same_as(self.changes):
             raise NotAlikeError("objects outside of the compiled function were changed")
         if not guards.hold(module.value):
             raise NotAlikeError(f"not like {guards.name}: {guards.broken(module.value)}")
         values = self.read({_NAME: module.value})
+        self._refuse_changed(module, values)
         if _partition(values) != _partition(self.values):
             raise NotAlikeError(f"other objects are one and the same than in {guards.name}")
         for source, value, own in zip(self.sources, values, self.values, strict=True):
@@ -173,6 +181,15 @@ class Alike:
         if len(set(keys.values())) != len(keys):
             raise NotAlikeError(f"other parameters are tied than in {guards.name}")
         return keys
+
+    def _refuse_changed(self, module: Any, values: Iterable[Any]) -> None:
+        """See that a module reads nothing that the compiled function has changed.
+
+        Raises:
+            NotAlikeError: it does, and a guard would see what was there before.
+        """
+        if any(id(value) in self.changes.objects for value in (module.value, *values)):
+            raise NotAlikeError("it reads an object that the compiled function has changed")
 
     def guard(self, module: Any) -> None:
         """Let later calls find the module as it is now."""

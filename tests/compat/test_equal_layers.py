@@ -170,6 +170,18 @@ def test_graphs_of_transformers_models(name: str, seen: Seen) -> None:
         assert described(each) == described(copied)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "bert", "vit"])
+def test_layers_of_transformers_models_are_copied(name: str, seen: Seen) -> None:
+    """Their forward sets a global collector first, which no layer reads."""
+    architecture = ARCHITECTURES[name]
+    with fake_ranks(2):
+        model = fxzero.shard(architecture.build(), zero=3)
+        model.config.use_cache = False  # a cache is an object that each layer writes to
+        with traced(once=True), _compat.lenient_tracing(model.modules()):
+            torch.compile(model, backend=seen.backend)(**architecture.batch(2, seed=0))
+    assert seen.copied == model.config.num_hidden_layers - 1
+
+
 def compiled_by_fxzero(function: Any) -> Any:
     return torch.compile(
         function, backend="fxzero", options={"lower_regions": {"backend": "eager"}}
@@ -404,6 +416,142 @@ def test_calls(way: Callable[..., Tensor], seen: Seen) -> None:
         compiled = compiled_by_fxzero(model)
         assert_like_eager(model, compiled, eager)
         assert_like_eager(model, compiled, eager)
+
+
+class Holder:
+    """An object outside of the model that a forward changes."""
+
+    def __init__(self, scale: float = 2.0) -> None:
+        self.scale = scale
+        self.values = {"scale": scale}
+
+
+HOLDER = Holder()
+
+
+def change_what_nobody_reads(model: Any) -> None:
+    HOLDER.scale = HOLDER.scale + 1
+    model.note = "seen"
+
+
+def change_what_each_reads(model: Any) -> None:
+    model.config.scale = 5.0
+
+
+def change_what_one_reads(model: Any) -> None:
+    model.layers[2].config.scale = 5.0
+
+
+def change_what_one_is(model: Any) -> None:
+    model.layers[1].reads_index = True
+
+
+def change_a_submodule(model: Any) -> None:
+    model.layers[3].norm.eps = 0.5
+
+
+def change_what_a_closure_reads(_: Any) -> None:
+    HOLDER.scale = 5.0
+
+
+def change_what_a_dict_holds(_: Any) -> None:
+    HOLDER.values["scale"] = 5.0
+
+
+def own_config(model: Any) -> None:
+    model.layers[2].config = Config()
+
+
+def read_by_one(model: Any) -> None:
+    model.layers[2].act = lambda x: x * HOLDER.scale
+
+
+def read_by_all(model: Any) -> None:
+    for layer in model.layers:
+        layer.act = lambda x: x * HOLDER.scale
+
+
+def read_through_vars(model: Any) -> None:
+    for layer in model.layers:
+        layer.act = lambda x: x * vars(HOLDER)["scale"]
+
+
+def read_if_there(model: Any) -> None:
+    for layer in model.layers:
+        layer.act = lambda x: x * getattr(HOLDER, "late", 1.0)
+
+
+def set_late(_: Any) -> None:
+    HOLDER.late = 3.0  # type: ignore[attr-defined]
+
+
+def read_from_a_dict(model: Any) -> None:
+    for layer in model.layers:
+        layer.act = lambda x: x * HOLDER.values["scale"]
+
+
+def nothing(_: Any) -> None:
+    pass
+
+
+CHANGED_FIRST = [
+    (nothing, change_what_nobody_reads, NUM_LAYERS - 1),
+    (nothing, change_what_each_reads, 0),
+    (own_config, change_what_one_reads, NUM_LAYERS - 2),
+    (nothing, change_what_one_is, NUM_LAYERS - 2),
+    (nothing, change_a_submodule, NUM_LAYERS - 2),
+    (read_by_one, change_what_a_closure_reads, NUM_LAYERS - 2),
+    (read_by_all, change_what_a_closure_reads, 0),
+    (read_through_vars, change_what_a_closure_reads, 0),
+    (read_if_there, set_late, 0),
+    (read_from_a_dict, change_what_a_dict_holds, 0),
+]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("prepare", "change", "copied"),
+    CHANGED_FIRST,
+    ids=[f"{prepare.__name__}-{change.__name__}" for prepare, change, _ in CHANGED_FIRST],
+)
+@pytest.mark.parametrize("when", ["before the layers", "after the first"])
+def test_a_forward_that_changes_objects(
+    prepare: Callable[[Any], None],
+    change: Callable[[Any], None],
+    copied: int,
+    when: str,
+    seen: Seen,
+) -> None:
+    """What the compiled function has changed is not there yet for guards; layers that read it are
+    traced one by one, and those that do not are copied."""
+
+    def way(model: Any, layers: Any, x: Tensor) -> Tensor:
+        if when == "before the layers":
+            change(model)
+        for i, layer in enumerate(layers):
+            x = layer(x)
+            if i == 0 and when == "after the first":
+                change(model)
+        return x
+
+    def like_new() -> None:
+        vars(HOLDER).clear()
+        vars(HOLDER).update(vars(Holder()))
+
+    eager = Calls(way).double()
+    prepare(eager)
+    model = fxzero.shard(copy.deepcopy(eager), zero=3)
+    with traced(once=True):
+        compiled = compiled_by_fxzero(model)
+        for call in range(2):
+            like_new()
+            found = steps(model, compiled)
+            like_new()
+            for value, expected in zip(found, steps(eager, eager), strict=True):
+                limit = 1e-12 * float(expected.abs().max() + 1)
+                assert torch.allclose(value, expected, rtol=0, atol=limit)
+            if when == "before the layers" and call == 0:
+                assert seen.copied == copied
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -20,6 +20,20 @@ FAULTS = (
         "tests/compat/test_equal_layers.py::test_a_layer_that_differs",
     ),
     Fault(
+        "a layer is copied though it reads what the forward has changed",
+        "fxzero/_compat/layer_guards.py",
+        "if any(id(value) in self.changes.objects for value in (module.value, *values)):",
+        "if False:",
+        "tests/compat/test_equal_layers.py::test_a_forward_that_changes_objects",
+    ),
+    Fault(
+        "nobody notices that a layer reads what the forward has set",
+        "fxzero/_compat/traced_objects.py",
+        "        self.touches += 1",
+        "        pass",
+        "tests/compat/test_equal_layers.py::test_a_forward_that_changes_objects",
+    ),
+    Fault(
         "a piece gives its results in another order",
         "fxzero/graph/pieces.py",
         "node.target, node.args, node.kwargs = operator.getitem, (call, i), {}",
