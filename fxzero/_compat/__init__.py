@@ -46,6 +46,7 @@ from fxzero._compat.autograd import (
 from fxzero._compat.dtensors import (
     dtensor_like,
     dtensor_of,
+    is_view_function,
     keep_layout,
     layout_of,
     let_anomaly_mode_read_dtensors,
@@ -191,6 +192,7 @@ __all__ = [
     "is_scheduler_counter",
     "is_script_object",
     "is_symbolic",
+    "is_view_function",
     "keep_layout",
     "launch_all_reduce",
     "layout_of",

@@ -13,6 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
+def is_view_function() -> Callable[..., Any]:
+    """What asks a tensor whether it looks at another's memory."""
+    return torch.Tensor._is_view
+
+
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """This rank's part of a DTensor, outside of autograd."""
     return tensor._local_tensor

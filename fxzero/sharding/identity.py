@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from fxzero._compat import (
     break_graph,
     gradient_hooks,
+    is_view_function,
     makes_parameter,
     never_compile_alone,
     storage_identity,
@@ -62,7 +63,8 @@ _GETTERS = frozenset(
     for name in "grad requires_grad is_leaf is_sparse dtype device shape ndim layout".split()
 )
 """What optimizers ask every parameter for, several times a step."""
-_ASKS = frozenset({torch.is_complex, torch.Tensor.is_complex})
+_ASKS = frozenset({torch.is_complex, torch.Tensor.is_complex, is_view_function()})
+"""Answered as they are: a shard is no view, whatever reading it would be (Dynamo 2.11 asks)."""
 _SETS_GRADIENT = frozenset(getattr(torch.Tensor, name).__set__ for name in ("grad",))
 
 
