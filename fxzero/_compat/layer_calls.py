@@ -150,10 +150,10 @@ class Trace:
         Raises:
             NotAlikeError: it cannot.
         """
-        before_it, now = before.changes, Changes.of(tx)
-        if before_it is None or now is None or not now.same_as(before_it):
+        earlier, now = before.changes, Changes.of(tx)
+        if earlier is None or now is None or not now.same_as(earlier):
             raise NotAlikeError("objects outside of the compiled function were changed")
-        if not before_it.untouched():
+        if not earlier.untouched():
             raise NotAlikeError("it reads an object that the compiled function has changed")
         if len(tx.output.random_calls) != before.random_calls:
             raise NotAlikeError("it draws random numbers in Python")
