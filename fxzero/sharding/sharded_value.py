@@ -252,16 +252,24 @@ def compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             torch.autograd.graph.increment_version(args[0])
         return result
     changed: list[Tensor] = []
-
-    def local(value: Any) -> Any:
-        if isinstance(value, DTensor):
-            changed.append(value)
-            return local_tensor(value)
-        return [local(item) for item in value] if type(value) in (list, tuple) else value
-
-    result = func(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
+    result = func(
+        *(_local(value, changed) for value in args),
+        **{name: _local(value, changed) for name, value in kwargs.items()},
+    )
     torch.autograd.graph.increment_version(changed)
     return result
+
+
+def _local(value: Any, met: list[Tensor]) -> Any:
+    """A value with local tensors for sharded ones, which are added to those met.
+
+    Not a function inside of `compute`: one that calls itself is a cycle, which would keep each
+    step's gradients until Python's collector comes by.
+    """
+    if isinstance(value, DTensor):
+        met.append(value)
+        return local_tensor(value)
+    return [_local(item, met) for item in value] if type(value) in (list, tuple) else value
 
 
 def as_values(result: Any) -> Any:
