@@ -9,8 +9,10 @@ bytes; the search tries several and takes the order that holds least among the f
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from fxzero.graph.stamps import Lane
 from fxzero.schedule.engine import Clock, Replay, TaskGraph, replay
@@ -59,6 +61,8 @@ class _ListScheduler:
         self.ahead_bytes = 0
         self.unread: set[int] = set()
         """Gathers that were issued and that nothing has read yet."""
+        self.is_bound = False
+        """Whether the window was ever too small: otherwise a larger one gives the same order."""
         self.is_join = [
             task.lane is Lane.COMPUTE
             and any(graph.tasks[b].lane is Lane.REDUCE for b in task.after)
@@ -129,9 +133,10 @@ class _ListScheduler:
             if not self._fits(index):
                 continue
             if lane is Lane.GATHER:
-                inside = self.ahead_bytes + self.graph.num_bytes[index] <= self.window_bytes
-                if not inside and not self._is_next(index):
-                    continue
+                if self.ahead_bytes + self.graph.num_bytes[index] > self.window_bytes:
+                    self.is_bound = True
+                    if not self._is_next(index):
+                        continue
             best = first if best is None else min(best, first)
         return best[1] if best is not None else None
 
@@ -158,58 +163,78 @@ def fixed_order(graph: TaskGraph, distance: int, reduce_distance: int) -> list[i
     A reduce is launched where its source has run, and joined after `reduce_distance` further
     ones.
     """
-    tasks = graph.tasks
-    order: list[int] = []
-    issued: set[int] = set()
-    in_flight: list[int] = []
-    reduces = [i for i, task in enumerate(tasks) if task.lane is Lane.REDUCE]
-    first_use = {
-        i: min(graph.needed_by[i], default=len(tasks))
-        for i, task in enumerate(tasks)
-        if task.lane is Lane.GATHER
-    }
-    gathers = sorted(first_use, key=lambda i: (first_use[i], i))
+    return _FixedDistance(graph, distance, reduce_distance).run()
 
-    def issue(index: int) -> None:
-        if index in issued:
+
+class _FixedDistance:
+    def __init__(self, graph: TaskGraph, distance: int, reduce_distance: int) -> None:
+        self.graph = graph
+        self.tasks = graph.tasks
+        self.distance = distance
+        self.reduce_distance = reduce_distance
+        self.order: list[int] = []
+        self.issued: set[int] = set()
+        self.missing = [len(task.after) for task in graph.tasks]
+        self.ready = [
+            i
+            for i, task in enumerate(graph.tasks)
+            if task.lane is Lane.REDUCE and not self.missing[i]
+        ]
+        """A heap of reduces whose sources have run."""
+        self.in_flight: deque[int] = deque()
+
+    def _issue(self, index: int) -> None:
+        if index in self.issued:
             return
-        for before in tasks[index].after:
-            issue(before)
-        issued.add(index)
-        order.append(index)
+        for before in self.tasks[index].after:
+            self._issue(before)
+        self.issued.add(index)
+        self.order.append(index)
+        for later in self.graph.needed_by[index]:
+            self.missing[later] -= 1
+            if not self.missing[later] and self.tasks[later].lane is Lane.REDUCE:
+                heapq.heappush(self.ready, later)
 
-    def join(count: int) -> None:
-        while len(in_flight) > count:
-            for later in graph.needed_by[in_flight.pop(0)]:
-                if not tasks[later].is_transfer and issued.issuperset(tasks[later].after):
-                    issue(later)
+    def _join(self, count: int) -> None:
+        """Join reduces until so many are left in flight."""
+        while len(self.in_flight) > count:
+            for later in self.graph.needed_by[self.in_flight.popleft()]:
+                if not self.tasks[later].is_transfer and not self.missing[later]:
+                    self._issue(later)
 
-    def launch() -> None:
+    def _launch(self) -> None:
         """Launch what has become ready to be reduced; a join may make more ready."""
-        nonlocal reduces
-        while ready := [i for i in reduces if issued.issuperset(tasks[i].after)]:
-            join(max(reduce_distance - 1, 0))
-            issue(ready[0])
-            in_flight.append(ready[0])
-            reduces = [i for i in reduces if i not in issued]
-            join(reduce_distance)
+        while self.ready:
+            index = heapq.heappop(self.ready)
+            self._join(max(self.reduce_distance - 1, 0))
+            self._issue(index)
+            self.in_flight.append(index)
+            self._join(self.reduce_distance)
 
-    needed = 0
-    for index, task in enumerate(tasks):
-        if task.is_transfer or index in issued:
-            continue
-        if any(tasks[b].lane is Lane.REDUCE for b in task.after):
-            continue  # a join: when it is its turn
-        while needed < len(gathers) and first_use[gathers[needed]] <= index:
-            needed += 1
-        for gather in gathers[: needed + distance]:
-            if first_use[gather] <= index or issued.issuperset(tasks[gather].after):
-                issue(gather)
-        issue(index)
-        launch()
-    for index in range(len(tasks)):
-        issue(index)
-    return order
+    def run(self) -> list[int]:
+        """Issue everything."""
+        tasks, graph = self.tasks, self.graph
+        first_use = {
+            i: min(graph.needed_by[i], default=len(tasks))
+            for i, task in enumerate(tasks)
+            if task.lane is Lane.GATHER
+        }
+        waiting = deque(sorted(first_use, key=lambda i: (first_use[i], i)))
+        for index, task in enumerate(tasks):
+            if task.is_transfer or index in self.issued:
+                continue
+            if any(tasks[b].lane is Lane.REDUCE for b in task.after):
+                continue  # a join: when it is its turn
+            while waiting and first_use[waiting[0]] <= index:
+                self._issue(waiting.popleft())
+            for gather in islice(waiting, self.distance):
+                if not self.missing[gather]:
+                    self._issue(gather)
+            self._issue(index)
+            self._launch()
+        for index in range(len(tasks)):
+            self._issue(index)
+        return self.order
 
 
 def exact_order(graph: TaskGraph) -> list[int] | None:
@@ -257,8 +282,7 @@ def best_order(
     """
     found: list[FoundOrder] = []
 
-    def consider(make: Callable[[], list[int] | None], by: str) -> FoundOrder | None:
-        order = make()
+    def consider(order: list[int] | None, by: str) -> FoundOrder | None:
         if order is None:
             return None
         key = tuple(order)
@@ -269,18 +293,17 @@ def best_order(
         return result
 
     if len(graph) <= EXACT_TASKS:
-        return consider(lambda: exact_order(graph), "exact")
+        return consider(exact_order(graph), "exact")
     gathers = (i for i, task in enumerate(graph.tasks) if task.lane is Lane.GATHER)
     largest = max((graph.num_bytes[i] for i in gathers), default=0)
     for joins_first in (True, False):
         for factor in WINDOWS if largest else (0,):
-            window = factor * largest
-            consider(
-                lambda: list_order(graph, window, joins_first=joins_first),  # noqa: B023
-                f"list, {factor} ahead",
-            )
-    fixed = consider(lambda: fixed_order(graph, 1, 1), "distance 1")
-    consider(lambda: fixed_order(graph, 0, 0), "distance 0")
+            scheduler = _ListScheduler(graph, factor * largest, joins_first)
+            consider(scheduler.run(), f"list, {factor} ahead")
+            if not scheduler.is_bound:
+                break
+    fixed = consider(fixed_order(graph, 1, 1), "distance 1")
+    consider(fixed_order(graph, 0, 0), "distance 0")
     if not found:
         return None
     found = list(filter(lambda f: prefer(f.order), found)) or found
