@@ -57,18 +57,26 @@ def join_small(
 ) -> list[list[TransferNodes]]:
     """Let a bucket below the minimum travel with the next one, and the last with the one before.
 
-    Joined buckets stay below the cap.
+    Joined buckets stay below the cap. Where a full one stands between two small ones, biases
+    between matrices that have a bucket each, the two travel together nevertheless.
     """
     joined: list[list[TransferNodes]] = []
     sizes: list[int] = []
     for i, bucket in enumerate(buckets):
         size = sum(transfer.record.full_bytes for transfer in bucket)
-        last = i == len(buckets) - 1
-        small = joined and (sizes[-1] < min_bytes or (last and size < min_bytes))
-        alike = joined and joined[-1][0].record.combines == bucket[0].record.combines
-        if small and alike and sizes[-1] + size <= cap_bytes:
-            joined[-1] = joined[-1] + bucket
-            sizes[-1] += size
+        is_small = size < min_bytes
+        before = range(len(joined))[::-1] if is_small else range(len(joined))[-1:]
+        with_room = (
+            k
+            for k in before
+            if joined[k][0].record.combines == bucket[0].record.combines
+            and sizes[k] + size <= cap_bytes
+        )
+        k = next(with_room, None)
+        is_last = i == len(buckets) - 1
+        if k is not None and (sizes[k] < min_bytes or (is_small and is_last)):
+            joined[k] = joined[k] + bucket
+            sizes[k] += size
         else:
             joined.append(bucket)
             sizes.append(size)
@@ -89,15 +97,20 @@ def least_bytes(costs: CostModel, like: Transfer) -> int:
 
 
 def default_cap(transfers: list[TransferNodes], costs: CostModel) -> int:
-    """The cap on the devices that the transfers run on, and for what they cost.
+    """The cap for what the transfers cost.
 
-    On CPU buckets are small, and smaller still where the host moves the bytes itself: nothing
-    can be hidden there, so that less in flight is all there is to win.
+    A device's own engines move large buckets, which cost the host nothing by the byte. On CPU
+    buckets are small, and smaller still where the host moves the bytes itself: nothing can be
+    hidden there, so that less in flight is all there is to win.
     """
-    if any(t.tensors[0].meta["val"].device.type != "cpu" for t in transfers):
+    empty, full = (
+        costs.transfer(replace(transfers[0].record, full_bytes=b, num_tensors=1))
+        for b in (0, 8 << 20)
+    )
+    on_device = any(t.tensors[0].meta["val"].device.type != "cpu" for t in transfers)
+    if on_device or full.host_us <= empty.host_us:
         return 256 << 20
-    cost = costs.transfer(replace(transfers[0].record, full_bytes=8 << 20, num_tensors=1))
-    return (8 << 20) if cost.is_worth_hiding else (4 << 20)
+    return (8 << 20) if full.is_worth_hiding else (4 << 20)
 
 
 def merge(graph: StepGraph, transfers: list[TransferNodes], name: str) -> None:
@@ -231,8 +244,8 @@ class Bucket(DecidingPass[Buckets]):
 
     cap_bytes: int | None = None
     """Most bytes of full tensors in one bucket. A larger parameter has its own. The default is
-    256 MiB, and on CPU, where gloo loses nothing by small messages, 8 MiB, or 4 MiB where the
-    host moves the bytes itself and nothing can be hidden."""
+    256 MiB, and where the host moves the bytes, as gloo does, which loses nothing by small
+    messages, 8 MiB, or 4 MiB where that leaves nothing to hide them behind."""
 
     min_bytes: int | None = None
     """A bucket below this travels with a neighbour. The default is where latency is a tenth of a
