@@ -267,8 +267,7 @@ def settings_of(text: str, cluster: str | None, keep_text: bool) -> Config:
             values["cost"] = {**cost, "cluster": cluster}
     if keep_text:
         values["keep_text"] = True
-    # Regions are compiled only if somebody asks: nothing here will run.
-    return Config.from_options({"lower_regions": {"backend": "eager"}, **values})
+    return Config.from_options(values)
 
 
 def read_json(text: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from fxzero.errors import ConfigError, nearest
+from fxzero.graph.pieces import Piece
 from fxzero.inspect import Analysis, Capture, ScheduleRow
 
 
@@ -103,12 +104,22 @@ def diffs(captured: Capture, name: str) -> list[str]:
 
 
 def codes(captured: Capture) -> list[str]:
-    """The scheduled graphs as Python: node order is launch order."""
+    """The scheduled graphs as Python: pieces as functions, then the step that calls them.
+
+    Node order is launch order.
+    """
     found = []
     for number, compilation in enumerate(captured.compilations):
         if compilation.joint is not None:
-            source = compilation.joint.graph.python_code("self", verbose=False).src
-            found.append(f"# graph {number}\n{source.strip()}")
+            step = compilation.joint.graph.python_code("self", verbose=False)
+            functions = [
+                piece.body.python_code("self", verbose=False)
+                .src.strip()
+                .replace("def forward(self, ", f"def {name}(", 1)
+                for name, piece in step.globals.items()
+                if isinstance(piece, Piece)
+            ]
+            found.append("\n\n".join([f"# graph {number}", *functions, step.src.strip()]))
     return found
 
 

@@ -1,13 +1,18 @@
-"""Run passes: check contracts before anything runs, then time, verify and record each."""
+"""Run passes: check contracts before anything runs, time and record each, verify what they made.
+
+The graph is verified behind the last pass, and with FXZERO_VERIFY=each behind every one, which
+takes a tenth longer and names the pass that broke a rule.
+"""
 
 from __future__ import annotations
 
 import difflib
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from fxzero.errors import ContractError
+from fxzero.errors import ConfigError, ContractError, VerificationError
 from fxzero.graph import StepGraph
 from fxzero.graph.verify import verify
 from fxzero.passes.base import Context, Fact, Notes, Pass
@@ -62,6 +67,30 @@ def check_contracts(passes: Sequence[Pass], given: Iterable[Fact] = ()) -> froze
     return frozenset(facts)
 
 
+def verifies_each() -> bool:
+    """Whether somebody asks for a verified graph behind every pass.
+
+    Raises:
+        ConfigError: FXZERO_VERIFY is no word that is known.
+    """
+    asked = os.environ.get("FXZERO_VERIFY", "ends")
+    if asked not in ("each", "ends"):
+        raise ConfigError(
+            f"FXZERO_VERIFY={asked!r} must be 'each', to verify the graph behind every pass, or "
+            "'ends', the default: behind the last one."
+        )
+    return asked == "each"
+
+
+def _verify_end(graph: StepGraph, facts: Iterable[Fact], after: str) -> None:
+    try:
+        verify(graph, facts, after=after)
+    except VerificationError as error:
+        raise VerificationError(
+            f"{error}\n\nThis, or a pass before it: FXZERO_VERIFY=each names the one."
+        ) from None
+
+
 def run_passes(
     passes: Sequence[Pass],
     graph: StepGraph,
@@ -71,7 +100,7 @@ def run_passes(
     keep_text: bool = False,
     observe: Callable[[PassRecord], None] | None = None,
 ) -> list[PassRecord]:
-    """Run passes in order on a graph, verifying it after each.
+    """Run passes in order on a graph, and verify what they made of it.
 
     Args:
         given: facts that hold already.
@@ -79,6 +108,7 @@ def run_passes(
         observe: called with each record as soon as it exists.
     """
     check_contracts(passes, given)
+    each = verifies_each()
     given_passes = (step for step in passes if not isinstance(step, DecidingPass))
     ctx.decisions.setup = " ".join(map(str, given_passes))
     facts = set(given)
@@ -90,7 +120,8 @@ def run_passes(
         notes = step.run(graph, ctx)
         elapsed_ms = (time.perf_counter() - start) * 1e3
         facts |= step.provides
-        verify(graph, facts, after=step.name)
+        if each:
+            verify(graph, facts, after=step.name)
         before, text = text, graph.text() if keep_text else ""
         record = PassRecord(
             name=step.name,
@@ -105,4 +136,6 @@ def run_passes(
         records.append(record)
         if observe is not None:
             observe(record)
+    if passes and not each:
+        _verify_end(graph, facts, passes[-1].name)
     return records

@@ -1,4 +1,4 @@
-"""What is always true of a step graph, checked after every pass.
+"""What is always true of a step graph: checked behind the passes, or behind each (FXZERO_VERIFY).
 
     stamped       every node has a stamp
     waits         every transfer is waited for exactly once, after its launch and before its

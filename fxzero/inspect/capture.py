@@ -23,7 +23,7 @@ from fxzero.compiler.config import Config
 from fxzero.compiler.plan import Plan
 from fxzero.errors import CaptureError, ConfigError
 from fxzero.inspect.target import Batch, model_and_batch
-from fxzero.regions.region import fresh_cache
+from fxzero.regions.region import regions_to_look_at
 from fxzero.sharding.shard import shard
 from fxzero.step import compile_step
 
@@ -102,7 +102,7 @@ def capture(
         build: returns a module that has ``example_inputs(batch_size)``, or a pair of a
             module and its inputs: see `fxzero.inspect.target`. It runs on fake tensors.
         batch_size: passed to ``example_inputs``; the default is 2 for each micro-batch.
-        options: the backend's; regions are not compiled unless asked for.
+        options: the backend's. Regions are formed, and not compiled: nothing will run.
         training: also compile backward, from the model's loss: a scalar output, its
             ``loss``, or else the sum of its first output.
         step: compile the whole step by `fxzero.compile_step`, with AdamW and clipping.
@@ -114,16 +114,13 @@ def capture(
             `fake_ranks`.
         BatchError: a batch that does not divide by the number of micro-batches.
     """
-    settings: Any = {} if options is None else options
-    if isinstance(settings, Mapping):
-        settings = {"lower_regions": {"backend": "eager"}, **settings}
-    settings = Config.from_options(settings)
+    settings = Config.from_options({} if options is None else options)
     if batch_size is None and micro_batches > 1:
         batch_size = 2 * micro_batches
     reset_dynamo()
     with fake_ranks(world_size, rank):
         mesh = init_device_mesh("cpu", (world_size,))
-        with _compat.fake_tensors(), fresh_cache(), _observed() as compilations:
+        with _compat.fake_tensors(), regions_to_look_at(), _observed() as compilations:
             model, batch = _built(build, batch_size, micro_batches)
             check_memory(model, batch)
             num_parameters = sum(p.numel() for p in model.parameters())

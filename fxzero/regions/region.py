@@ -105,6 +105,8 @@ class RegionCache:
 
     structures: dict[object, Structure] = field(default_factory=dict)
     compilations: int = 0
+    compiles: bool = True
+    """Whether regions are for running. Otherwise they return fake tensors."""
 
     def get(
         self, key: StructureKey, module: Callable[[], fx.GraphModule], fake_mode: Any
@@ -117,7 +119,8 @@ class RegionCache:
         """
         found = self.structures.get(key)
         if found is None:
-            found = self.structures[key] = _compile(module(), key, fake_mode)
+            found = _structure(module(), key, fake_mode, self.compiles)
+            self.structures[key] = found
             self.compilations += 1
         return found
 
@@ -126,7 +129,7 @@ class RegionCache:
     ) -> None:
         """Compile what is new of some regions, and say so: it is where a first step's time goes."""
         new = [key for key in wanted if key not in self.structures]
-        if not new:
+        if not new or not self.compiles:
             return
         log.info("compiling %d regions", len(new))
         start = said = time.perf_counter()
@@ -150,17 +153,19 @@ def take_casts_apart(graph: fx.Graph) -> None:
             node.args, node.kwargs = (node.args[0], node.kwargs["dtype"]), {}
 
 
-def _compile(module: fx.GraphModule, key: StructureKey, fake_mode: Any) -> Structure:
+def _structure(
+    module: fx.GraphModule, key: StructureKey, fake_mode: Any, compiles: bool
+) -> Structure:
+    roots = output_roots(module.graph)
+    values = tuple(n.meta["val"] for n in next(iter(reversed(module.graph.nodes))).args[0])
+    keep = None if key.environment is None else fake_mode.shape_env
+    if not compiles:
+        return Structure(lambda _: [_empty_like(v) for v in values], roots, values, keep=keep)
     take_casts_apart(module.graph)
     module.recompile()
     inputs = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
-    outputs = next(iter(reversed(module.graph.nodes))).args[0]
-    roots = output_roots(module.graph)
-    values = tuple(n.meta["val"] for n in outputs)
     with fresh_tracing_context(fake_mode):
-        run = inductor_compile(module, inputs)
-    keep = None if key.environment is None else fake_mode.shape_env
-    return Structure(run, roots, values, keep=keep)
+        return Structure(inductor_compile(module, inputs), roots, values, keep=keep)
 
 
 SECONDS_BETWEEN_WORDS = 5.0
@@ -169,13 +174,14 @@ CACHE = RegionCache()
 
 
 @contextlib.contextmanager
-def fresh_cache() -> Iterator[None]:
-    """Forget, inside, what was compiled before, and afterwards what was compiled inside."""
-    before, CACHE.structures = CACHE.structures, {}
+def regions_to_look_at() -> Iterator[None]:
+    """Form regions inside and compile none; forget them afterwards, and what was there before."""
+    before = CACHE.structures, CACHE.compiles
+    CACHE.structures, CACHE.compiles = {}, False
     try:
         yield
     finally:
-        CACHE.structures = before
+        CACHE.structures, CACHE.compiles = before
 
 
 def output_roots(graph: fx.Graph) -> tuple[int, ...]:

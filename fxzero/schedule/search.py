@@ -132,11 +132,11 @@ class _ListScheduler:
             index = first[1]
             if not self._fits(index):
                 continue
-            if lane is Lane.GATHER:
-                if self.ahead_bytes + self.graph.num_bytes[index] > self.window_bytes:
-                    self.is_bound = True
-                    if not self._is_next(index):
-                        continue
+            ahead_bytes = self.ahead_bytes + self.graph.num_bytes[index]
+            if lane is Lane.GATHER and ahead_bytes > self.window_bytes:
+                self.is_bound = True
+                if not self._is_next(index):
+                    continue
             best = first if best is None else min(best, first)
         return best[1] if best is not None else None
 

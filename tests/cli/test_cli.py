@@ -53,13 +53,22 @@ def test_a_diff() -> None:
 
 
 def test_code_is_python() -> None:
-    """The schedule can be pasted: one function, in launch order."""
+    """The schedule can be pasted: pieces as functions, then the step that calls them, in order."""
     result = call(TARGET, "--code", *BY_LAYER)
     assert result.exit_code == 0, result.output
     compile(result.output, "schedule", "exec")
-    (function,) = [n for n in ast.parse(result.output).body if isinstance(n, ast.FunctionDef)]
-    assert function.name == "forward"
-    assert result.output.index("gather_layers_0") < result.output.index("torch.ops.aten.mm")
+    *pieces, step = [n for n in ast.parse(result.output).body if isinstance(n, ast.FunctionDef)]
+    assert step.name == "forward"
+    called = [
+        n.func.id
+        for n in ast.walk(step)
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and "pieces" in n.func.id
+    ]
+    assert pieces
+    assert {piece.name for piece in pieces} == set(called)
+    assert any("torch.ops.aten.mm" in ast.unparse(piece) for piece in pieces)
+    text = ast.unparse(step)
+    assert text.index("gather_layers_0") < text.index(called[0])
 
 
 def test_json_with_code_and_diff() -> None:

@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import fxzero
 from fxzero import CaptureError, ConfigError
-from fxzero.compiler.compilation import observers
+from fxzero.compiler.compilation import Compilation, observers
+from fxzero.compiler.config import Config
 from fxzero.inspect import capture
 from fxzero.inspect.capture import fake_ranks, scalar_of
 from tests.tracing import BY_LAYER, Chain, chain
@@ -33,14 +36,51 @@ def test_a_huge_world_needs_no_memory() -> None:
         "stamp",
         "lower_kernels",
         "recompute",
+        "outline",
         "shard_params",
         "shard_grads",
         "bucket",
         "prefetch",
         "lower_transfers",
         "release_saved",
+        "draw_masks",
         "lower_regions",
     }
+
+
+def test_it_decides_as_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces, regions and buckets of the default settings; nothing is compiled on the way."""
+
+    def never(*args: object) -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr("fxzero.regions.region.inductor_compile", never)
+    (compilation,) = capture(chain(3), zero=3, world_size=8).compilations
+    noted = {record.name: record.notes for record in compilation.records}
+    assert compilation.config == Config()
+    assert noted["outline"]["calls"] == 6
+    assert noted["lower_regions"]["regions"] > 0
+    monkeypatch.undo()
+    seen: list[Compilation] = []
+    observers.append(seen.append)
+    with fake_ranks(8):
+        model, (x,) = chain(3)()
+        fxzero.shard(model, zero=3, mesh=init_device_mesh("cpu", (8,)))
+        torch.compile(model, backend="fxzero")(x).sum().backward()
+    observers.remove(seen.append)
+    trained = {record.name: record.notes for record in seen[0].records}
+    for name in ("outline", "bucket", "prefetch"):
+        assert trained[name] == noted[name]
+
+
+@pytest.mark.parametrize(("cluster", "gathers"), [("pair_1gbit", 6), ("dgx_h100", 2)])
+def test_buckets_are_those_of_the_cluster(cluster: str, gathers: int) -> None:
+    """Where gloo moves bytes, layers of 4 MiB travel apart; where a device does, together."""
+    options = {"cost": {"cluster": cluster}, "prefetch": {"keep": False}}
+    captured = capture(chain(3, width=1024), zero=3, world_size=8, options=options)
+    (compilation,) = captured.compilations
+    assert compilation.joint is not None
+    assert len(compilation.joint.transfers(name="gather")) == gathers
 
 
 def test_inference() -> None:
