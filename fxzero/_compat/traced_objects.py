@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,14 +11,24 @@ from typing import Any
 
 def is_below(source: Any, root: Any) -> bool:
     """Whether a source leads through another."""
-    from torch._dynamo.source import is_from_source
-
-    return bool(is_from_source(source, root))
+    while source is not None and source != root:
+        source = getattr(source, "base", None)
+    return source is not None
 
 
 def moved_to(source: Any, old: Any, new: Any) -> Any:
     """The source that leads from `new` to where this one leads from `old`."""
-    return source.clone(lambda part: new if part == old else part)
+    from torch._guards import Source
+
+    if source == old:
+        return new
+    moved = {}
+    for field in dataclasses.fields(source):
+        part = getattr(source, field.name)
+        if isinstance(part, Source):
+            moved[field.name] = moved_to(part, old, new)
+    changed = any(value is not getattr(source, name) for name, value in moved.items())
+    return dataclasses.replace(source, **moved) if changed else source
 
 
 def value_at(source: Any, tx: Any) -> Any:
@@ -133,5 +144,6 @@ def _has_changed_contents(variable: Any, effects: Any) -> bool:
     """Whether an object that is a dict or a list as well was changed as such."""
     if variable not in effects.store_attr_mutations:
         return True
-    changed = getattr(variable, "is_base_vt_modified", None)
-    return changed is not None and bool(changed(effects))
+    names = ("is_base_vt_modified", "is_underlying_vt_modified")  # of torch 2.13, of 2.11
+    asked = (getattr(variable, name, None) for name in names)
+    return any(changed(effects) for changed in asked if changed is not None)

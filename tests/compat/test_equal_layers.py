@@ -137,7 +137,8 @@ def described(module: fx.GraphModule) -> list[Any]:
         layout = None
         if isinstance(value, Tensor):
             layout = (type(value), value.shape, value.stride(), value.dtype, value.requires_grad)
-        target = node.target
+        # In torch 2.11 every ``x.to_local()`` is a function of its own.
+        target = "to_local" if _compat.is_plain_to_local(node) else node.target
         args = fx.node.map_arg((node.args, node.kwargs), number)
         result.append((node.op, target, repr(args), module_path(node), layout))
     return result
