@@ -138,7 +138,8 @@ class Alike:
             if source in key_sources:
                 continue
             create, outside = _moved_create(guard, old, guards, tx)
-            sources[source] = sources.get(source, False) or outside
+            asked = _guarded(guard, source)
+            sources[asked] = sources.get(asked, False) or outside
             new = replace(guard, originating_source=source, create_fn=create, _hash=None)
             for fact in ("guard_types", "code_list", "obj_weakref", "guarded_class_weakref"):
                 setattr(new, fact, None)
@@ -281,13 +282,21 @@ def _build(guards: _Guards, found: list[Any], module: Any, tx: Any) -> None:
 
 
 def _add_guard(builder: Any, guard: Any, holds: Callable[[Any], bool], why: str) -> None:
-    """Add a guard of our own to Dynamo's; what it takes has changed between 2.11 and 2.13."""
+    """Add a guard of our own to Dynamo's: what it computes of the object must be True.
+
+    It is a value below the object, not a guard on it: where nothing else below a module is guarded,
+    Dynamo takes the module for unchanged as long as its own ``__dict__`` is
+    (``use_recursive_dict_tags_for_guards``, torch 2.11's default), and asks no guard on it again.
+    """
+    from torch._dynamo.guards import GuardManagerType
+
     guard._unserializable = True
-    manager = builder.get_guard_manager(guard)
-    try:
-        manager.add_lambda_guard(holds, [why], guard.user_stack)
-    except TypeError:
-        manager.add_lambda_guard(holds, [why])
+    builder.get_guard_manager(guard).lambda_manager(
+        python_lambda=holds,
+        source=why,
+        example_value=True,
+        guard_manager_enum=GuardManagerType.GUARD_MANAGER,
+    ).add_true_match_guard([why], guard.user_stack)
 
 
 def _partition(values: Sequence[Any]) -> list[int]:
@@ -298,6 +307,19 @@ def _partition(values: Sequence[Any]) -> list[int]:
         -1 if value is None or isinstance(value, plain) else first.setdefault(id(value), position)
         for position, value in enumerate(values)
     ]
+
+
+def _guarded(guard: Any, source: Any) -> Any:
+    """Where the object is that a guard asks.
+
+    Whether an object has an attribute torch 2.11 guards at the attribute, which may be missing.
+    """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import NNModuleSource
+
+    if guard.create_fn is not GuardBuilder.HASATTR:
+        return source
+    return source.base.base if isinstance(source, NNModuleSource) else source.base
 
 
 def _moved_create(guard: Any, old: Any, guards: _Guards, tx: Any) -> tuple[Any, bool]:
