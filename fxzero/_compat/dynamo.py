@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import types
 import warnings
@@ -81,9 +82,32 @@ def lenient_tracing(modules: Iterable[torch.nn.Module] = ()) -> Iterator[None]:
     torch._C._set_mkldnn_enabled(before and not recurrent)
     try:
         with config.patch(ignore_logging_functions=ignored, allow_rnn=True):
+            _log_settings_without_functions()
             yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+@functools.cache
+def _log_settings_without_functions() -> None:
+    """Let Dynamo write its settings to its metrics while it is told which functions to ignore.
+
+    torch 2.11 sorts a setting that is a set, and logs a traceback where these cannot be compared.
+    """
+    from torch._dynamo import utils
+
+    names = vars(utils)
+    original = names["_get_dynamo_config_for_logging"]
+
+    def settings() -> str | None:
+        with torch._dynamo.config.patch(ignore_logging_functions=set()):
+            written: str | None = original()
+        return written
+
+    try:
+        original()
+    except TypeError:
+        names["_get_dynamo_config_for_logging"] = settings
 
 
 def recompile_limit() -> int:

@@ -319,7 +319,8 @@ def _guarded(guard: Any, source: Any) -> Any:
 
     if guard.create_fn is not GuardBuilder.HASATTR:
         return source
-    return source.base.base if isinstance(source, NNModuleSource) else source.base
+    holder = source.base
+    return holder.base if isinstance(source, NNModuleSource) else holder
 
 
 def _moved_create(guard: Any, old: Any, guards: _Guards, tx: Any) -> tuple[Any, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import warnings
 from collections.abc import Callable
 
@@ -127,3 +128,17 @@ def test_the_programs_own_settings_come_back() -> None:
             assert config.allow_rnn
         assert config.ignore_logging_functions == {mine}
         assert not config.allow_rnn
+
+
+def test_dynamo_has_nothing_to_complain_of() -> None:
+    """It writes its settings to its metrics: torch 2.11 cannot write a set of functions."""
+    complaints = logging.handlers.BufferingHandler(capacity=100)
+    logger = logging.getLogger("torch._dynamo.metrics_context")
+    logger.addHandler(complaints)
+    torch._dynamo.reset()
+    try:
+        with _compat.lenient_tracing():
+            torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    finally:
+        logger.removeHandler(complaints)
+    assert complaints.buffer == []
