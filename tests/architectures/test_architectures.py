@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections import Counter
 
 import pytest
@@ -22,7 +24,24 @@ def test_it_trains_as_eager_does(ranks: Pools, world: int, name: str, zero: int,
     for verdict in ranks(world).run(judge, name, zero, door):
         assert verdict.outcome == "right", verdict.why
         # Dynamo itself traces some of them twice, where a Python float is a tensor's operand.
-        assert verdict.graphs in (1, 2)
+        assert verdict.graphs in ((4,) if name == "t5" and not dynamo_copies() else (1, 2))
+
+
+@functools.cache
+def dynamo_copies() -> bool:
+    """Whether Dynamo traces ``copy.deepcopy``: T5's decoder copies its configuration.
+
+    torch 2.11 ends its graph there, and `compile_step` says so.
+    """
+
+    def copied(x: torch.Tensor) -> torch.Tensor:
+        return x + len(copy.deepcopy([1, 2]))
+
+    try:
+        torch.compile(copied, backend="eager", fullgraph=True)(torch.ones(1))
+    except torch._dynamo.exc.Unsupported:
+        return False
+    return True
 
 
 def test_forty_architectures_of_nine_kinds_are_in_the_table() -> None:
