@@ -561,6 +561,40 @@ def test_a_forward_that_changes_objects(
                 assert seen.copied == copied
 
 
+class Book(dict[str, float]):
+    """A dict that is an object as well."""
+
+    note = ""
+
+
+BOOK = Book(scale=2.0)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_forward_that_changes_a_dict_with_attributes(seen: Seen) -> None:
+    """An attribute of it before the layers, and what it holds between two of them."""
+
+    def way(model: Any, layers: Any, x: Tensor) -> Tensor:
+        BOOK.note = "seen"
+        for i, layer in enumerate(layers):
+            x = layer(x)
+            BOOK["scale"] = 3.0 + i
+        return x
+
+    eager = Calls(way).double()
+    for layer in eager.layers:
+        layer.act = lambda x: x * BOOK["scale"]
+    model = fxzero.shard(copy.deepcopy(eager), zero=3)
+    with traced(once=True):
+        BOOK["scale"] = 2.0
+        found = steps(model, compiled_by_fxzero(model))
+        BOOK["scale"] = 2.0
+        for value, expected in zip(found, steps(eager, eager), strict=True):
+            limit = 1e-12 * float(expected.abs().max() + 1)
+            assert torch.allclose(value, expected, rtol=0, atol=limit)
+    assert seen.copied == 0
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("entry", ["no_grad", "inference_mode", "autocast", "autocast inside"])
 def test_a_model_in_another_mode(entry: str, seen: Seen) -> None:
