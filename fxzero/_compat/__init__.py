@@ -60,6 +60,7 @@ from fxzero._compat.dtensors import (
 from fxzero._compat.dynamo import (
     break_graph,
     graph_break_errors,
+    is_compiling,
     lenient_tracing,
     logging_functions,
     never_compile_alone,
@@ -184,6 +185,7 @@ __all__ = [
     "input_index",
     "input_source_name",
     "interpreted",
+    "is_compiling",
     "is_fake",
     "is_higher_order",
     "is_output",

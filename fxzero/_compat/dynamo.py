@@ -19,6 +19,16 @@ def reset_dynamo() -> None:
     torch._dynamo.reset()
 
 
+_SAYS_OF_DYNAMO = hasattr(torch.compiler, "_compile_session_context")
+
+
+def is_compiling() -> bool:
+    """Whether the compiler is at work: torch 2.11 says so of exports alone, 2.13 of Dynamo too."""
+    if _SAYS_OF_DYNAMO:
+        return torch.compiler.is_compiling()
+    return torch.compiler.is_compiling() or torch._guards.CompileContext.try_get() is not None
+
+
 def register_entry_point(entry: EntryPoint) -> None:
     """Let `torch.compile` find a backend by name that no installed package announces."""
     from torch._dynamo.backends import registry

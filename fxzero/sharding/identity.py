@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from fxzero._compat import (
     break_graph,
     gradient_hooks,
+    is_compiling,
     is_view_function,
     makes_parameter,
     never_compile_alone,
@@ -335,6 +336,7 @@ def hand_over(replaced_by: Mapping[int, nn.Parameter], optimizers: Iterable[Opti
 take_foreach_of(ShardedParameter, ShardedValue)
 for _function in (
     vars(ShardedParameter)["__torch_function__"].__func__,
-    *(_laid_out, describes, _kept, sets_data, gets_data, attribute_of, in_compiler, in_forward),
+    *(_laid_out, describes, _kept, sets_data, gets_data, attribute_of),
+    *(in_compiler, is_compiling, in_forward),
 ):
     never_compile_alone(_function)  # nor is there anything in them to compile

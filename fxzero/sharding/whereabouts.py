@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 import torch
 from torch import nn
 
-from fxzero._compat import module_call
+from fxzero._compat import is_compiling, module_call
 
 _CALL = module_call().__code__
 _verdicts: dict[str, bool | None] = {}
@@ -40,8 +40,8 @@ def _of_file(file: str) -> bool | None:
 
 def in_compiler() -> bool:
     """Whether the compiler itself, not code that it traces, looks at a tensor."""
-    # Dynamo reads the second question as true in what it traces.
-    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+    # Dynamo reads the first question as true in what it traces, and asks no further.
+    return not torch.compiler.is_dynamo_compiling() and is_compiling()
 
 
 def in_forward() -> bool:
