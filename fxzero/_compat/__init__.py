@@ -44,6 +44,7 @@ from fxzero._compat.autograd import (
     version_of,
 )
 from fxzero._compat.dtensors import (
+    differentiable_local,
     dtensor_like,
     dtensor_of,
     is_view_function,
@@ -153,6 +154,7 @@ __all__ = [
     "collecting_only_new_objects",
     "copy_input_source",
     "default_store",
+    "differentiable_local",
     "dtensor_like",
     "dtensor_of",
     "extract_forward_backward",

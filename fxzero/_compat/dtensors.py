@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._api import _ToTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
@@ -21,6 +22,35 @@ def is_view_function() -> Callable[..., Any]:
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """This rank's part of a DTensor, outside of autograd."""
     return tensor._local_tensor
+
+
+class _Local(_ToTorchTensor):
+    """What ``to_local`` does, with a backward that can be differentiated."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        gradient, none = _ToTorchTensor.backward(ctx, grad)
+        if grad is None or not grad.requires_grad or gradient.grad_fn is not None:
+            return gradient, none
+        like = gradient._spec
+        return (
+            DTensor.from_local(
+                grad, like.mesh, like.placements, shape=like.shape, stride=like.stride
+            ),
+            none,
+        )
+
+
+def differentiable_local(tensor: DTensor) -> torch.Tensor:
+    """This rank's part of a DTensor, in autograd's sight.
+
+    In torch 2.11 the gradient that comes of ``to_local`` forgets what it was computed from, and
+    gradients of gradients are wrong without a word.
+    """
+    if not torch.is_grad_enabled():
+        return local_tensor(tensor)
+    local: torch.Tensor = _Local.apply(tensor, None)
+    return local
 
 
 def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxzero._compat import never_compile_alone, pytree
+from fxzero._compat import differentiable_local, never_compile_alone, pytree
 from fxzero._compat.equal_layers import trace_equal_layers_once
 from fxzero.errors import ShardingError
 from fxzero.sharding.buffers import forward_then_sync
@@ -122,7 +122,7 @@ def _around_forward(module: nn.Module, around: Callable[[Any, Any, Any], Any]) -
 
 
 def _unshard(parameter: nn.Parameter, key: str, sync: str) -> Tensor:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = differentiable_local(parameter) if isinstance(parameter, DTensor) else parameter
     return torch.ops.fxzero.unshard(local, key, sync)
 
 
