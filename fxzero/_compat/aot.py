@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxzero._compat.fakes import let_fakes_have_dtypes_of_real_ones
 from fxzero.errors import CaptureError
 
 
@@ -25,6 +26,7 @@ def aot_compile(
     """Run AOTAutograd on Dynamo's graph, with our partitioner and compilers."""
     from torch._dynamo.backends.common import aot_autograd
 
+    let_fakes_have_dtypes_of_real_ones()
     compiler = aot_autograd(
         fw_compiler=forward,
         bw_compiler=backward,
@@ -98,6 +100,7 @@ def trace_joint(
     """
     from torch._functorch.aot_autograd import aot_export_joint_simple
 
+    let_fakes_have_dtypes_of_real_ones()
     with fresh_tracing_context(fake_mode):
         try:
             traced = aot_export_joint_simple(
@@ -117,6 +120,8 @@ def trace_function(
 ) -> fx.GraphModule | None:
     """What `trace_joint` returns, traced the way models are: exporting takes more apart."""
     from torch._functorch.aot_autograd import aot_function
+
+    let_fakes_have_dtypes_of_real_ones()
 
     def take(graph: fx.GraphModule, *_: Any, **__: Any) -> Any:
         raise _Captured(graph)

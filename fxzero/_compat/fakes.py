@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,6 +46,29 @@ def real_tensors() -> Iterator[None]:
 
     with unset_fake_temporarily(), _disable_current_modes():
         yield
+
+
+@functools.cache
+def let_fakes_have_dtypes_of_real_ones() -> None:
+    """Mend what torch says wrongly of tensors that it has not computed yet.
+
+    torch 2.11 takes the logarithms that attention on CPU returns for fp32, and so would kernels
+    that read them: those of float64 queries are float64.
+    """
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    with real_tensors(), fake_tensors():
+        query = torch.empty((1, 1, 1, 1), dtype=torch.float64)
+        if operator(query, query, query)[1].dtype == query.dtype:
+            return
+    from torch import _meta_registrations as traced
+    from torch._subclasses.fake_impls import register_op_impl
+
+    @register_op_impl(operator)
+    def attention(mode: Any, _: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            shapes = traced.meta__scaled_dot_product_flash_attention_for_cpu
+            result, logarithms = shapes(query, *args, **kwargs)
+            return result, logarithms.double() if query.dtype == torch.float64 else logarithms
 
 
 def no_value_error() -> type[Exception]:
