@@ -39,8 +39,11 @@ class Example:
 
 
 def regression_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean squared error of ``model(x)``."""
-    return F.mse_loss(model(batch["x"]), batch["y"])
+    """Mean squared error of ``model(x)``, in the dtype of the targets.
+
+    torch 2.11 cannot differentiate it where the two dtypes differ, in eager mode either.
+    """
+    return F.mse_loss(model(batch["x"]).to(batch["y"].dtype), batch["y"])
 
 
 def masked_regression_loss(model: nn.Module, batch: Batch) -> Tensor:
