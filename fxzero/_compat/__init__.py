@@ -56,6 +56,7 @@ from fxzero._compat.dtensors import (
     plain_reduce,
     rebuild_function,
     set_local_tensor,
+    squeeze,
     without_torch_function,
 )
 from fxzero._compat.dynamo import (
@@ -230,6 +231,7 @@ __all__ = [
     "set_grad_enabled",
     "set_local_tensor",
     "set_side",
+    "squeeze",
     "storage_identity",
     "take_foreach_of",
     "trace_function",

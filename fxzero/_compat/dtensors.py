@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,19 @@ def differentiable_local(tensor: DTensor) -> torch.Tensor:
         return local_tensor(tensor)
     local: torch.Tensor = _Local.apply(tensor, None)
     return local
+
+
+def squeeze(tensor: torch.Tensor, dim: int | Sequence[int] | None = None) -> torch.Tensor:
+    """`torch.squeeze` by the sizes that a DTensor has over all ranks.
+
+    torch 2.11 goes by those of each rank's own part: who has one row loses it.
+    """
+    dims = range(tensor.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    ones = {index % tensor.dim() for index in dims if tensor.dim() and tensor.shape[index] == 1}
+    result: torch.Tensor = torch.ops.aten.alias.default(tensor)
+    for index in sorted(ones, reverse=True):
+        result = result.squeeze(index)
+    return result
 
 
 def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from fxzero._compat import local_tensor, unscale_function, without_torch_function
+from fxzero._compat import local_tensor, squeeze, unscale_function, without_torch_function
 from fxzero.ranks.lost import explaining
 from fxzero.sharding.local_data import assign, describes, sets_data
 from fxzero.sharding.whereabouts import in_compiler
@@ -413,8 +413,9 @@ _ABOUT_LAYOUTS = (
 
 def _looked_at(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function that returns views, or copies that stand for them."""
+    look = squeeze if name_of(func) == "squeeze" else func
     try:
-        result = func(*args, **kwargs)
+        result = look(*args, **kwargs)
     except RuntimeError as error:
         if not _are_sharded(args, kwargs):
             raise

@@ -64,6 +64,23 @@ def call_all() -> tuple[int, list[str], list[tuple[str, str]]]:
     return checked, wrong, failed
 
 
+@pytest.mark.parametrize("world", [3])
+def test_dimensions_of_one_row(ranks: Pools, world: int) -> None:
+    """Where a rank has one row, it is no dimension of one."""
+    assert ranks(world).run(squeezed_otherwise) == [[]] * world
+
+
+def squeezed_otherwise() -> list[str]:
+    """Job: the ways to squeeze that give another value than torch's."""
+    plain = torch.arange(20.0).view(5, 1, 4, 1), torch.arange(4.0).view(1, 4)
+    ways: list[tuple[Any, ...]] = [(), (0,), (1,), (-1,), ((0, 1),)]
+    return [
+        f"{tuple(value.shape)}.squeeze{way}"
+        for value, way in itertools.product(plain, ways)
+        if not same(value.squeeze(*way), sharded(value).squeeze(*way))
+    ]
+
+
 def calls() -> Iterator[tuple[str, Callable[..., Any], Any]]:
     """Operators with samples of what they take, out of place and in place."""
     for operator in op_db:
