@@ -36,7 +36,7 @@ def recipe(refused: str = "", **where: str) -> Callable[[Recipe], Recipe]:
         RECIPES[name] = function
         if refused:
             REFUSED[name] = refused
-        REFUSED.update({f"{name} {place.replace('_', ' ')}": s for place, s in where.items()})
+        REFUSED.update({f"{name} {place.replace('_', ' ')}": s for place, s in where.items() if s})
         return function
 
     return register
@@ -234,7 +234,12 @@ def save_activations_on_cpu(model: nn.Module, forward: Any, x: Tensor) -> None:
     step(model)
 
 
-@recipe(compile_0="the compiled function calls backward")
+HOOKS_ARE_COMPILED = torch.__version__ >= "2.13"
+"""Whether Dynamo makes graphs of a backward's hooks where a compiled function calls it: torch 2.11
+runs them as they are."""
+
+
+@recipe(compile_0="the compiled function calls backward" if HOOKS_ARE_COMPILED else "")
 def compile_everything(model: nn.Module, forward: Any, x: Tensor) -> None:
     """The whole step in one function."""
     optimizer = optim.SGD(model.parameters(), 0.1)
