@@ -31,7 +31,7 @@ def test_every_operator(ranks: Pools, world: int) -> None:
     """Three ranks, so that shards are uneven and some have no rows."""
     for found in ranks(world).run(call_all):
         checked, wrong, failed = found
-        assert checked > 1000
+        assert checked > 900
         assert not wrong
         assert {name for name, _ in failed} <= REFUSED | {"addbmm", "short"}, failed
 
