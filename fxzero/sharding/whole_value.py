@@ -40,6 +40,8 @@ COPIES = frozenset(
 """Functions that make a tensor like the one they are given: an average, a snapshot, a moment."""
 _INDEXED = ("index_", "scatter", "put_", "masked_scatter", "conv", "_conv")
 """What DTensor computes wrongly without a word, or partly so (torch 2.13), by its beginning."""
+_SQUEEZED = frozenset({"cov", "corrcoef"})
+"""What is squeezed inside of a function: torch 2.11 goes by the sizes of each rank's own part."""
 _INIT = nn.init.__name__
 _FUNCTIONAL = nn.functional.__name__
 
@@ -63,11 +65,12 @@ def wants_whole(func: Callable[..., Any]) -> bool:
     """Whether a function must not be left to DTensor.
 
     Losses are means, of which DTensor takes the mean over uneven shards; copies of views look at
-    the shape of this rank's part.
+    the shape of this rank's part, as do functions that squeeze.
     """
     if (getattr(func, "__module__", None) or "") in (_FUNCTIONAL, "torch._C._nn"):
         return True
-    return name_of(func).startswith(_INDEXED) or name_of(func).endswith("_copy")
+    name = name_of(func)
+    return name in _SQUEEZED or name.startswith(_INDEXED) or name.endswith("_copy")
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -81,6 +81,22 @@ def squeezed_otherwise() -> list[str]:
     ]
 
 
+@pytest.mark.parametrize("world", [3])
+def test_statistics_of_one_row_a_rank(ranks: Pools, world: int) -> None:
+    """They squeeze what they have computed."""
+    assert ranks(world).run(correlated_otherwise) == [[]] * world
+
+
+def correlated_otherwise() -> list[str]:
+    """Job: statistics of variables, for several numbers of them, that differ from torch's."""
+    found = []
+    for function, rows in itertools.product((torch.cov, torch.corrcoef), (1, 2, 3, 5)):
+        plain = torch.arange(rows * 4.0, dtype=torch.float64).view(rows, 4).sin()
+        if not same(function(plain), function(sharded(plain))):
+            found.append(f"{function.__name__} of {rows} rows")
+    return found
+
+
 def calls() -> Iterator[tuple[str, Callable[..., Any], Any]]:
     """Operators with samples of what they take, out of place and in place."""
     for operator in op_db:
