@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fxzero._compat import copy_node
 from fxzero.errors import ConfigError
 from fxzero.graph import Phase, Role, Stamp, StepGraph
 from fxzero.graph.stamps import set_stamp, stamp_of
@@ -67,7 +68,7 @@ def repeat_micro_step(
         for node in nodes:
             if node.op == "get_attr":
                 continue
-            copy = graph.graph.node_copy(node, lambda n: copies.get(n, n))
+            copy = copy_node(graph.graph, node, lambda n: copies.get(n, n))
             if node.target is _MICRO_BATCH:
                 copy.args = (copy.args[0], micro_step, copy.args[2])
             set_stamp(copy, replace(stamp_of(node), micro_step=micro_step))

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fxzero._compat import OpOverload
+from fxzero._compat import OpOverload, copy_node
 from fxzero.cost.analytic import value_bytes
 from fxzero.cost.kernel_table import KernelTable, read_table, table_for
 from fxzero.errors import ConfigError, nearest
@@ -68,7 +68,7 @@ def _replace(graph: StepGraph, found: FoundIdiom, made: fx.Graph | None) -> str:
         origin = min(backward, default=found.output) if node in late else found.output
         before = min(flat_terms) if node in late else found.output
         with graph.graph.inserting_before(before):
-            copies[node] = graph.graph.node_copy(node, copies.__getitem__)
+            copies[node] = copy_node(graph.graph, node, copies.__getitem__)
         meta = {k: v for k, v in origin.meta.items() if k not in ("val", "fxzero_work")}
         copies[node].meta = {**meta, "val": node.meta.get("val")}
         stamp = stamp_of(origin)

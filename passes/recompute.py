@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from fxzero._compat import checkpoint_tag
+from fxzero._compat import checkpoint_tag, copy_node
 from fxzero.errors import ConfigError
 from fxzero.graph import Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
@@ -90,7 +90,7 @@ def repeat_in_backward(
     new = [node for node in nodes if node not in made]
     for node in new:
         with graph.graph.inserting_before(before):
-            copy = graph.graph.node_copy(node, lambda n: made.get(n, n))
+            copy = copy_node(graph.graph, node, lambda n: made.get(n, n))
         stamp = stamp_of(node)
         set_stamp(copy, replace(stamp, phase=Phase.BACKWARD, made_by="recompute", again=node.name))
         made[node] = copy

@@ -23,6 +23,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from fxzero._compat import copy_node
 from fxzero.errors import CaptureError
 from fxzero.graph import Lane, Role, Segment, Stamp, StepGraph
 from fxzero.graph.aliases import is_view
@@ -100,7 +101,7 @@ def read_in(graph: StepGraph, node: fx.Node, full: fx.Node, segment: Segment) ->
             for needed in _chain(original, node):
                 if needed in copies:
                     continue
-                copy = graph.graph.node_copy(needed, lambda n: copies.get(n, n))
+                copy = copy_node(graph.graph, needed, lambda n: copies.get(n, n))
                 set_stamp(
                     copy,
                     replace(

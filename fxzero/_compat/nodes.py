@@ -114,3 +114,36 @@ def checkpoint_tag(node: fx.Node) -> str:
     if name in ("MUST_RECOMPUTE", "PREFER_RECOMPUTE"):
         return "recompute"
     return "save" if name in ("MUST_SAVE", "PREFER_SAVE") else ""
+
+
+def create_node(
+    graph: fx.Graph,
+    op: str,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str | None = None,
+) -> fx.Node:
+    """``graph.create_node``, without looking for symbols among the arguments.
+
+    torch 2.13 flattens the arguments of every node that it makes, to warn of symbolic sizes that
+    are no nodes: a third of the time that making one takes. AOTAutograd's graphs have none.
+    """
+    if op in ("placeholder", "output", "get_attr"):  # there nothing is searched
+        return graph.create_node(op, target, args, kwargs, name)
+    node = graph.create_node(op, target, name=name)
+    node.args = args
+    if kwargs:
+        node.kwargs = kwargs
+    return node
+
+
+def copy_node(
+    graph: fx.Graph, node: fx.Node, argument: Callable[[fx.Node], Any] = lambda n: n
+) -> fx.Node:
+    """``graph.node_copy``, as `create_node` makes nodes."""
+    args, kwargs = fx.map_arg(node.args, argument), fx.map_arg(node.kwargs, argument)
+    copy = create_node(graph, node.op, node.target, args, kwargs, node.name)
+    copy.type = node.type
+    copy.meta = dict(node.meta)
+    return copy

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import fx
 
+from fxzero._compat.nodes import copy_node
+
 
 def set_side(node: fx.Node, *, backward: bool) -> None:
     """Fix the side of the cut on which `extract_forward_backward` puts a node."""
@@ -88,7 +90,7 @@ class _Extraction:
             if node.meta.get("partitioner_tag") != side:
                 continue
             if all(source in copies for source in node.all_input_nodes):
-                copies[node] = graph.node_copy(node, copies.__getitem__)
+                copies[node] = copy_node(graph, node, copies.__getitem__)
         if any(isinstance(value, fx.Node) and value not in copies for value in outputs):
             return None
         graph.output(tuple(copies[v] if isinstance(v, fx.Node) else v for v in outputs))

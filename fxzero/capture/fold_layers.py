@@ -494,7 +494,8 @@ class _Copy:
                 queue.extend(n for n in node.all_input_nodes if n not in self._copies)
         for node in sorted(needed):
             is_constant = node.op == "get_attr"
-            copy = graph.create_node(
+            copy = _compat.create_node(
+                graph,
                 node.op,
                 constants.adopt(self._module, node) if is_constant else node.target,
                 fx.map_arg(node.args, self._copies.__getitem__),

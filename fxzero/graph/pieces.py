@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from fxzero._compat import copy_node, create_node
 from fxzero.graph.aliases import is_view, root
 from fxzero.graph.structure import StructureKey, structure_key
 
@@ -186,7 +187,7 @@ def _copied(
             call, index = node.args
             copies[node] = returned[call][index]  # type: ignore[index]  # a node, a number
         else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = copy_node(graph, node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not node.users:
@@ -200,7 +201,7 @@ def _inlined(graph: fx.Graph, call: fx.Node, copies: dict[fx.Node, fx.Node]) -> 
     given = (copies[n] for n in call.args if isinstance(n, fx.Node))
     inside = dict(zip(piece.inputs, given, strict=True))
     for node in piece.nodes:
-        inside[node] = graph.node_copy(node, inside.__getitem__)
+        inside[node] = copy_node(graph, node, inside.__getitem__)
     return [inside[node] for node in piece.outputs]
 
 
@@ -218,7 +219,7 @@ def put_into_piece(
     inputs = inputs_of(run)
     piece = pieces.of(run, list(parts.values()), name)
     with graph.inserting_before(run[0]):
-        call = graph.create_node("call_function", piece, tuple(inputs), {}, name=call_name)
+        call = create_node(graph, "call_function", piece, tuple(inputs), {}, call_name)
     first = run[0].meta
     call.meta = {key: value for key, value in first.items() if key in _OF_ORIGIN}
     call.meta["val"] = tuple(node.meta["val"] for node in parts)
@@ -318,7 +319,7 @@ def replace_call(graph: fx.Graph, call: fx.Node, body: fx.Graph) -> list[fx.Node
         own = parts.get(node)
         if own is None:
             with graph.inserting_before(call):
-                own = graph.node_copy(node, copies.__getitem__)
+                own = copy_node(graph, node, copies.__getitem__)
             own.meta["fxzero"] = call.meta["fxzero"]
         else:
             call.prepend(own)

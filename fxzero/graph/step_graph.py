@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxzero._compat import OpOverload, fake_mode_of
+from fxzero._compat import OpOverload, copy_node, create_node, fake_mode_of
 from fxzero.errors import VerificationError
 from fxzero.graph.pieces import Pieces, called
 from fxzero.graph.stamps import Phase, Role, Segment, Stamp, has_stamp, set_stamp, stamp_of
@@ -214,7 +214,7 @@ class StepGraph:
         Args:
             value: its fake value, for targets that cannot run on fake tensors.
         """
-        node = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
+        node = create_node(self.graph, "call_function", target, args, kwargs or {}, name)
         set_stamp(node, stamp)
         for key in ("stack_trace", "nn_module_stack"):
             if self._origin is not None and key in self._origin.meta:
@@ -280,7 +280,7 @@ class StepGraph:
         copies: dict[fx.Node, fx.Node] = {}
         graph = fx.Graph()
         for node in self.graph.nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = copy_node(graph, node, copies.__getitem__)
         other = StepGraph(
             fx.GraphModule(self.module, graph),
             num_forward_outputs=self.num_forward_outputs,
