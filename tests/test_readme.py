@@ -16,6 +16,7 @@ import fxzero
 from examples import check_readme, train
 from examples.settings import Settings
 from fxzero.cli.app import app
+from tests.tracing import texts
 
 README = check_readme.README.read_text(encoding="utf-8")
 ROOT = check_readme.ROOT
@@ -29,6 +30,7 @@ def inspected(arguments: list[str]) -> str:
     return str(result.stdout)
 
 
+@texts
 def test_the_excerpt_of_inspect_is_what_is_printed() -> None:
     """Line by line; only times may differ."""
     (block,) = check_readme.blocks(README, "console")
