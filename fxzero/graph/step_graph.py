@@ -181,17 +181,13 @@ class StepGraph:
         """Nodes in launch order, of one phase, role or segment if asked."""
         boundary = role in (Role.INPUT, Role.OUTPUT)
         found = [n for n in self.graph.nodes if boundary or n.op not in ("placeholder", "output")]
-        if role is None and phase is None and segment is None:
-            yield from found
-            return
-        for node in found:
-            stamp = stamp_of(node)
-            if role is not None and stamp.role is not role:
-                continue
-            if phase is not None and stamp.phase is not phase:
-                continue
-            if segment is None or stamp.segment == segment:
-                yield node
+        if role is not None:
+            found = [node for node in found if stamp_of(node).role is role]
+        if phase is not None:
+            found = [node for node in found if stamp_of(node).phase is phase]
+        if segment is not None:
+            found = [node for node in found if stamp_of(node).segment == segment]
+        return iter(found)
 
     def segments(self) -> list[Segment]:
         """The forwards and backwards of the step, in the order in which they run."""
