@@ -241,14 +241,21 @@ def _result_nodes(result: Any) -> list[fx.Node]:
 
 
 def _storages(node: fx.Node) -> list[int]:
-    """The identities of the memory in which a node's value lies."""
+    """The identities of the memory in which a node's value lies.
+
+    Raises:
+        NotAlikeError: it lies in none that can be asked: in a batch of ``torch.vmap``, say.
+    """
     values = node.meta.get("example_value")
     values = values if isinstance(values, tuple | list) else [values]
-    return [
-        value.untyped_storage()._cdata
-        for value in values
-        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-    ]
+    try:
+        return [
+            value.untyped_storage()._cdata
+            for value in values
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        ]
+    except NotImplementedError as why:
+        raise NotAlikeError(f"{node} has no memory of its own: {why}") from why
 
 
 def _is_parameter(node: fx.Node) -> bool:

@@ -425,6 +425,26 @@ def test_calls(way: Callable[..., Tensor], seen: Seen) -> None:
         assert_like_eager(model, compiled, eager)
 
 
+def in_a_batch_of_its_own(h: Tensor) -> Tensor:
+    return torch.vmap(torch.tanh)(h)
+
+
+def through_sparse(h: Tensor) -> Tensor:
+    return h.to_sparse().to_dense().tanh()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("act", [in_a_batch_of_its_own, through_sparse])
+def test_values_without_memory_of_their_own(act: Callable[[Tensor], Tensor]) -> None:
+    """Such a layer is traced each time: Mamba's ends in a `torch.vmap`."""
+    eager = Model().double()
+    for layer in eager.layers:
+        layer.act = act  # type: ignore[assignment]
+    model = fxzero.shard(copy.deepcopy(eager), zero=3)
+    with traced(once=True):
+        assert_like_eager(model, compiled_by_fxzero(model), eager)
+
+
 class Holder:
     """An object outside of the model that a forward changes."""
 
