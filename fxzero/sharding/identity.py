@@ -86,7 +86,9 @@ class ShardedParameter(DTensor):
         if func in _GETTERS:
             with without_torch_function():
                 result = func(*args)
-            return as_values(result) if KEY in vars(args[0]) and not in_compiler() else result
+            if type(result) is not DTensor or KEY not in vars(args[0]) or in_compiler():
+                return result
+            return as_values(result)
         if func in _ASKS or (func in _SETS_GRADIENT and args[1] is None):
             with without_torch_function():
                 return func(*args)

@@ -261,15 +261,14 @@ def compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _local(value: Any, met: list[Tensor]) -> Any:
-    """A value with local tensors for sharded ones, which are added to those met.
-
-    Not a function inside of `compute`: one that calls itself is a cycle, which would keep each
-    step's gradients until Python's collector comes by.
-    """
+    """A value, or a list of them, with local tensors for sharded ones: those are added to `met`."""
+    if type(value) in (list, tuple):
+        met.extend(item for item in value if isinstance(item, DTensor))
+        return [local_tensor(item) if isinstance(item, DTensor) else item for item in value]
     if isinstance(value, DTensor):
         met.append(value)
         return local_tensor(value)
-    return [_local(item, met) for item in value] if type(value) in (list, tuple) else value
+    return value
 
 
 def as_values(result: Any) -> Any:
