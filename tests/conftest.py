@@ -35,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Warnings of fxzero are errors. Not in pyproject.toml: pytest would import fxzero for it
     before this file."""
     config.addinivalue_line("filterwarnings", "error::fxzero.errors.FxZeroWarning")
+    garbage.keep_house_less_often()
     if not hasattr(config, "workerinput"):
         _share_what_inductor_compiles(config)
 

@@ -262,6 +262,7 @@ def _join(rank: int, world_size: int, folder: str, inductor: str | None) -> None
         _WORKER_ENV, TORCHINDUCTOR_CACHE_DIR=inductor or str(Path(folder) / "inductor")
     )
     torch.set_num_threads(1)
+    garbage.keep_house_less_often()
     import fxzero
 
     # In the workers as in pytest's own process: a warning that no test expects is a failure.
