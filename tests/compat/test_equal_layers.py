@@ -275,18 +275,18 @@ def test_a_layer_that_differs(change: Callable[[Any], None], index: int, seen: S
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
-@pytest.mark.parametrize("index", [0, 2])
-def test_a_layer_that_changes(change: Callable[[Any], None], index: int, seen: Seen) -> None:
-    """A copied layer's guards see what its own would have seen."""
+def test_a_layer_that_changes(change: Callable[[Any], None], seen: Seen) -> None:
+    """A copied layer's guards see what its own would have seen; then those of the traced one do."""
     eager = Model().double()
     model = fxzero.shard(copy.deepcopy(eager), zero=3)
     with traced(once=True):
         compiled = compiled_by_fxzero(model)
         assert_like_eager(model, compiled, eager)
         assert seen.copied == NUM_LAYERS - 1
-        for changed in (eager, model):
-            change(changed.layers[index])  # type: ignore[index]
-        assert_like_eager(model, compiled, eager)
+        for index in (2, 0):
+            for changed in (eager, model):
+                change(changed.layers[index])  # type: ignore[index]
+            assert_like_eager(model, compiled, eager)
 
 
 @pytest.mark.usefixtures("one_rank")
