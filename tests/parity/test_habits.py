@@ -2,7 +2,8 @@
 
 Every habit of `tests.parity.habits` is trained for three steps on two ranks: at ZeRO 3
 uncompiled, through ``torch.compile`` and through `fxzero.compile_step`; at ZeRO 0, 1 and 2
-through one of these doors each, and through another one in the next habit.
+uncompiled, but for one of them, which it meets through one of the doors that compile. The next
+habit meets another stage so, and every sixth the same one through the same door.
 """
 
 from __future__ import annotations
@@ -55,9 +56,11 @@ def places(name: str) -> list[tuple[int, str]]:
     it meets each of both, and all doors at stage 3, where every read is a gather.
     """
     doors = HABITS[name].doors
+    compiling = [door for door in doors if door != "eager"] or ["eager"]
     turn = list(HABITS).index(name)
-    some = [(zero, doors[(turn + zero) % len(doors)]) for zero in range(3)]
-    return [*some, *((3, door) for door in doors)]
+    some = dict.fromkeys(range(3), "eager")
+    some[turn % 3] = compiling[turn // 3 % len(compiling)]
+    return [*some.items(), *((3, door) for door in doors)]
 
 
 def refusal(habit: Habit, zero: int, door: str) -> str | None:
@@ -141,13 +144,13 @@ def step_of(habit: Habit, run: Run, door: str) -> Callable[[Tensor], Tensor]:
 
 
 def test_every_stage_and_door_is_met() -> None:
-    """By each habit; and each two of them by a quarter of all habits."""
+    """By each habit; and each two of them by an eighth of all habits."""
     met = {name: places(name) for name in HABITS}
     for name, habit in HABITS.items():
         assert {zero for zero, _ in met[name]} == {0, 1, 2, 3}
         assert {door for _, door in met[name]} == set(habit.doors)
     for zero, door in itertools.product(range(4), ALL):
-        assert sum((zero, door) in found for found in met.values()) >= len(HABITS) // 4
+        assert sum((zero, door) in found for found in met.values()) >= len(HABITS) // 8
 
 
 def test_the_count() -> None:
