@@ -127,5 +127,7 @@ def test_options_of_the_text_are_settings() -> None:
 
 def test_figures_are_those_of_the_files() -> None:
     """Every file of results that is linked can be read."""
-    for path in re.findall(r"examples/benchmarks/results/\w+\.json", README):
+    paths = re.findall(r"examples/benchmarks/results/\w+\.json", README)
+    assert paths
+    for path in paths:
         assert json.loads((ROOT / path).read_text())

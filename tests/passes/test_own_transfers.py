@@ -106,7 +106,9 @@ def test_they_are_stamped_with_what_they_do() -> None:
 
 def test_they_stay_out_of_regions_and_buckets() -> None:
     graph = after("prefetch", centred)
-    for transfer in graph.transfers():
+    transfers = list(graph.transfers())
+    assert {bool(transfer.of_parameters) for transfer in transfers} == {False, True}
+    for transfer in transfers:
         assert not is_lowerable(transfer.launch)
         assert not is_lowerable(transfer.wait)
         if not transfer.of_parameters:

@@ -164,7 +164,10 @@ def test_a_copy_reads_copies() -> None:
     graph = scheduled(checkpointed, "recompute", zero=0)
     copies = repeated(graph)
     originals = set(copies.values())
-    for node in graph.nodes(phase=Phase.BACKWARD):
+    backward = list(graph.nodes(phase=Phase.BACKWARD))
+    assert originals
+    assert backward
+    for node in backward:
         assert originals.isdisjoint(source.name for source in node.all_input_nodes)
 
 

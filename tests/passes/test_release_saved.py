@@ -116,7 +116,10 @@ def test_views_count_as_readers() -> None:
     """Nothing reads the memory after its release, through any view."""
     graph, _ = released(large, zero=3)
     nodes = list(graph.graph.nodes)
-    for release in find(graph, torch.ops.fxzero.release_saved.default):
+    releases = find(graph, torch.ops.fxzero.release_saved.default)
+    assert releases
+    for release in releases:
+        assert release.all_input_nodes
         for owner in release.all_input_nodes:
             readers = [n for n in nodes if owner in {root(i) for i in n.all_input_nodes}]
             assert max(readers, key=nodes.index) is release

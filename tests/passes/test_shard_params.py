@@ -259,7 +259,9 @@ def test_a_bias_is_not_gathered_again() -> None:
 def test_mixed_precision_casts_the_shard() -> None:
     """The wire carries the compute dtype, not the masters'."""
     graph = scheduled(chain(1), "shard_params", param_dtype=torch.bfloat16)
-    for transfer in graph.transfers(name="gather"):
+    transfers = list(graph.transfers(name="gather"))
+    assert transfers
+    for transfer in transfers:
         (cast,) = transfer.prepare
         assert cast.target is _aten._to_copy.default
         assert cast.meta["val"].shape == (1, 8)
@@ -285,7 +287,9 @@ def test_releases_follow_the_last_reader() -> None:
     """Of the parameter or of any view of it."""
     graph = scheduled(chain(2), "shard_params", zero=3)
     nodes = list(graph.graph.nodes)
-    for release in of_role(graph, Role.RELEASE):
+    releases = of_role(graph, Role.RELEASE)
+    assert releases
+    for release in releases:
         (owner,) = release.all_input_nodes
         readers = [
             n for n in nodes if n is not release and owner in {root(i) for i in n.all_input_nodes}
