@@ -24,7 +24,6 @@ from tests.tracing import observed
 EAGER = {"lower_regions": {"backend": "eager"}}
 SCHEDULES: dict[str, dict[str, Any]] = {
     "default": {},
-    "eager": EAGER,
     "by layer": {"bucket": {"min_bytes": 0}, "cost": {"cluster": "pair_1gbit"}, **EAGER},
     "distance 2": {"prefetch": {"distance": 2}, "bucket": {"min_bytes": 0}, **EAGER},
     "least": {"prefetch": {"distance": 0, "reduce_distance": 0}, **EAGER},
@@ -99,7 +98,10 @@ def same_bits(micro_batches: int, settings: dict[str, Any]) -> None:
     pairwise((0, 1, 2, 3), tuple(SCHEDULES), (None, 0.05), always=[(3, "default", None)]),
 )
 def test_same_bits(ranks: Pools, zero: int, schedule: str, clip: float | None) -> None:
-    """Losses, norms, parameters, statistics, moments."""
+    """Losses, norms, parameters, statistics, moments.
+
+    The default schedule has compiled regions, the others eager ones.
+    """
     settings = {"zero": zero, "options": SCHEDULES[schedule], "clip_grad_norm": clip}
     ranks(2).run(same_bits, 7, settings)
 
@@ -113,7 +115,7 @@ def test_same_bits_on_two_axes(ranks: Pools, zero: int) -> None:
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_same_bits_in_low_precision(ranks: Pools, zero: int) -> None:
     """Casts before gathers, sums in the parameters' own dtype."""
-    ranks(2).run(same_bits, 9, {"zero": zero, "param_dtype": torch.bfloat16, "options": {}})
+    ranks(2).run(same_bits, 8, {"zero": zero, "param_dtype": torch.bfloat16, "options": {}})
 
 
 @pytest.mark.parametrize(("zero", "clip"), [(0, None), (1, 0.1), (2, 0.1), (3, None)])
@@ -138,9 +140,12 @@ def fall_back() -> None:
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-@pytest.mark.parametrize("rows", [3, 4, 8, 12])
+@pytest.mark.parametrize("rows", [3, 4, 8])
 def test_rows_that_begin_anywhere(ranks: Pools, rows: int) -> None:
-    """Labels of 32 bytes a micro-batch are aligned in every second one: regions do not mind."""
+    """Labels of 32 bytes a micro-batch are aligned in every second one: regions do not mind.
+
+    Those of 24 bytes are in every eighth, those of 64 in all.
+    """
     ranks(2).run(classify, rows)
 
 
