@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxzero._compat import resolve_process_group
+from fxzero._compat import copy_node, resolve_process_group
 from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import TransferNodes
@@ -56,7 +56,7 @@ def preparation(transfer: TransferNodes, shards: list[fx.Node]) -> Any:
     graph = fx.Graph()
     copies = {shard: graph.placeholder(f"shard_{i}") for i, shard in enumerate(shards)}
     for node in transfer.prepare:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node] = copy_node(graph, node, copies.__getitem__)
     graph.output([copies[sent] for sent in transfer.tensors])
     module = fx.GraphModule(torch.nn.Module(), graph, class_name="Prepare")
     forward = type(module).forward

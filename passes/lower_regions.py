@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from fxzero._compat import create_node
 from fxzero.cost.analytic import work_of_piece
 from fxzero.cost.workspace import piece_bytes
 from fxzero.graph import Lane, Role, StepGraph
@@ -62,8 +63,8 @@ def lower_run(graph: StepGraph, cutout: Cutout, structure: Structure) -> None:
     last = cutout.run[-1]
     stamp = replace(stamp_of(last), role=Role.REGION, lane=Lane.COMPUTE, made_by="lower_regions")
     with graph.graph.inserting_after(last):
-        call = graph.graph.create_node(
-            "call_function", region, tuple(cutout.inputs), {}, name=cutout.name
+        call = create_node(
+            graph.graph, "call_function", region, tuple(cutout.inputs), {}, cutout.name
         )
     call.meta["val"] = tuple(n.meta["val"] for n in cutout.outputs)
     call.meta["fxzero_work"] = work_of_piece(cutout.piece)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fxzero._compat import create_node
 from fxzero.graph import Phase, Role, Stamp, StepGraph
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Door, Fact, Notes, Pass
@@ -88,7 +89,7 @@ class _Emitter:
             params=tuple(keys),
             made_by="update",
         )
-        node = self.graph.graph.create_node("call_function", target, args, name=name)
+        node = create_node(self.graph.graph, "call_function", target, args, {}, name)
         node.meta["val"] = None
         set_stamp(node, stamp)
 

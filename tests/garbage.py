@@ -6,8 +6,6 @@ import gc
 
 import torch._dynamo.guards
 
-import fxzero._compat.memory
-
 
 def freeze() -> None:
     """Take what is alive now out of every later collection.
@@ -28,12 +26,9 @@ def _something() -> int:
 def keep_house_less_often() -> None:
     """Leave out what takes time in each of some thousand compilations, and changes no result.
 
-    Dynamo fills a processor's caches to tell in its log how long new guards take. fxzero gives free
-    memory back to the system, from which the next compilation asks for it again, page by page.
+    Dynamo fills a processor's caches to tell in its log how long new guards take.
     """
     torch._dynamo.guards.profile_guard_manager = _takes_no_time
-    # As where the C library has no such function.
-    fxzero._compat.memory.ctypes = None  # type: ignore[assignment]
 
 
 def _takes_no_time(*_: object) -> float:

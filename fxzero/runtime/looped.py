@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from fxzero._compat import copy_node
 from fxzero.graph import StepGraph
 from fxzero.graph.stamps import Role, stamp_of
 from fxzero.graph.steady import STEADY, Loop, is_of_all_losses, is_remade
@@ -62,7 +63,7 @@ class _Part:
     def remake(self, node: fx.Node, index: fx.Node | None = None) -> fx.Node:
         """A constant, or a micro-batch's rows: with an index, of the micro-step that runs."""
         if index is None or node.op == "get_attr":
-            return self.graph.node_copy(node, self.copies.__getitem__)
+            return copy_node(self.graph, node, self.copies.__getitem__)
         batch, _, first, until = node.args
         assert isinstance(first, int)
         assert isinstance(until, int)
@@ -78,7 +79,7 @@ class _Part:
             for source in node.all_input_nodes:
                 if source not in self.copies:
                     self.copies[source] = self.remake(source, index)
-            self.copies[node] = self.graph.node_copy(node, self.copies.__getitem__)
+            self.copies[node] = copy_node(self.graph, node, self.copies.__getitem__)
 
 
 def looped(
@@ -116,7 +117,7 @@ def looped(
             with after.graph.inserting_before(copy):
                 every = after.graph.call_function(spread, copy.args[:1])
             copy.args = (every, *copy.args[1:])
-    after.graph.node_copy(graph.output, after.copies.__getitem__)
+    copy_node(after.graph, graph.output, after.copies.__getitem__)
 
     first, repeated, last = (generated(graph, part.graph) for part in (before, body, after))
     runs = range(STEADY, STEADY + graph.steady_runs)

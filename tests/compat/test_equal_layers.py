@@ -435,7 +435,7 @@ def through_sparse(h: Tensor) -> Tensor:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("act", [in_a_batch_of_its_own, through_sparse])
-def test_values_without_memory_of_their_own(act: Callable[[Tensor], Tensor]) -> None:
+def test_values_without_memory_of_their_own(act: Callable[[Tensor], Tensor], seen: Seen) -> None:
     """Such a layer is traced each time: Mamba's ends in a `torch.vmap`."""
     eager = Model().double()
     for layer in eager.layers:
@@ -443,6 +443,7 @@ def test_values_without_memory_of_their_own(act: Callable[[Tensor], Tensor]) -> 
     model = fxzero.shard(copy.deepcopy(eager), zero=3)
     with traced(once=True):
         assert_like_eager(model, compiled_by_fxzero(model), eager)
+    assert seen.copied == 0
 
 
 class Holder:
