@@ -104,3 +104,15 @@ def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh | None
 def axes_of(mesh: DeviceMesh) -> tuple[Group, ...]:
     """The group of each axis that this rank is in, outermost first."""
     return tuple(Group.of(mesh.get_group(axis)) for axis in range(mesh.ndim))
+
+
+def group_beside(mesh: DeviceMesh, axis: int) -> Group:
+    """Another process group of the ranks of a mesh's axis: all ranks of the mesh call this.
+
+    On NCCL collectives of one group run one after the other, on a stream of its own. What goes
+    through another group does not wait behind them.
+    """
+    along = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
+    made = [dist.new_group(members) for members in along]  # of others' too, in one order
+    (mine,) = (g for g, members in zip(made, along, strict=True) if dist.get_rank() in members)
+    return Group.of(mine)

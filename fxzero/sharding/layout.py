@@ -13,8 +13,8 @@ shard axis.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +46,9 @@ class Axis:
 
     role: AxisRole
     group: Group
+    gather_group: Group | None = None
+    """The same ranks as a process group of its own for what is gathered; None gathers in
+    `group`."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,19 @@ class Layout:
     """What a DTensor on the mesh says of it, for every axis."""
 
     @staticmethod
-    def on(mesh: DeviceMesh, roles: Sequence[AxisRole]) -> Layout:
-        """A layout with a role for each axis of a mesh."""
-        axes = map(Axis, roles, axes_of(mesh))
+    def on(
+        mesh: DeviceMesh,
+        roles: Sequence[AxisRole],
+        gather_groups: Mapping[AxisRole, Group] | None = None,
+    ) -> Layout:
+        """A layout with a role for each axis of a mesh.
+
+        Args:
+            gather_groups: by role, the group in which its axis is gathered, if not the mesh's own.
+        """
+        apart = gather_groups or {}
+        pairs = zip(roles, axes_of(mesh), strict=True)
+        axes = [Axis(role, group, apart.get(role)) for role, group in pairs]
         return Layout(
             tuple(axis for axis in axes if axis.group.size > 1),
             mesh,
@@ -76,7 +89,11 @@ class Layout:
     @property
     def gathers(self) -> tuple[tuple[TransferKind, Axis], ...]:
         """What makes a full parameter of this rank's part, in order."""
-        return tuple((BEFORE_USE[a.role], a) for a in self.axes[::-1] if a.role in BEFORE_USE)
+        return tuple(
+            (BEFORE_USE[a.role], replace(a, group=a.gather_group or a.group))
+            for a in self.axes[::-1]
+            if a.role in BEFORE_USE
+        )
 
     @property
     def reductions(self) -> tuple[tuple[TransferKind, Axis], ...]:

@@ -63,7 +63,8 @@ def _unshard(shard: Tensor, param: str, sync: str) -> Tensor:
         # An operator's output may not alias its input.
         return part.clone() if part.data_ptr() == shard.data_ptr() else part
     part = pad_rows(part, spec.chunk_rows).contiguous()
-    group = spec.shard_group
+    ((_, axis),) = spec.layout.gathers
+    group = axis.group
     agree_eagerly(group.name, f"gather {param}")
     full = _c10d.wait_tensor(_c10d.all_gather_into_tensor(part, group.size, group.name))
     return full[: spec.shape[0]]

@@ -28,7 +28,7 @@ from fxzero._compat import (
 from fxzero.errors import FxZeroWarning, ShardingError
 from fxzero.ranks import watch
 from fxzero.ranks.agree import make_channel
-from fxzero.ranks.groups import resolve_mesh
+from fxzero.ranks.groups import group_beside, resolve_mesh
 from fxzero.ranks.rendezvous import compare_models, describe
 from fxzero.sharding import materialize
 from fxzero.sharding.before_step import watch_optimizers
@@ -75,6 +75,7 @@ def shard(
     reduce_dtype: torch.dtype | None = None,
     ignored: Collection[nn.Parameter] = (),
     broadcast_buffers: bool = True,
+    gather_group: bool = False,
 ) -> nn.Module:
     """Shard a model's parameters for ZeRO training, in place.
 
@@ -110,14 +111,15 @@ def shard(
     _check(model, zero, param_dtype, reduce_dtype, ignored_ids, mesh)
     mesh = resolve_mesh(mesh, _device_type(model, mesh))
     if mesh is not None:
-        _compare_ranks(model, mesh, zero, param_dtype, reduce_dtype, len(ignored_ids))
+        _compare_ranks(model, mesh, zero, param_dtype, reduce_dtype, len(ignored_ids), gather_group)
     originals = dict(model.named_parameters())
     optimizers = optimizers_of(originals.values()) if mesh is not None else []
     if mesh is not None and zero > 0:
         refuse_used_optimizers(originals, optimizers)
         refuse_alive(originals)
     state = ModelState(zero=zero, number=next_model_number())
-    make_spec = _spec_maker(state, mesh, param_dtype, reduce_dtype)
+    apart = gather_group and mesh is not None and zero > 0 and mesh.size(mesh.ndim - 1) > 1
+    make_spec = _spec_maker(state, mesh, param_dtype, reduce_dtype, apart)
     setattr(model, STATE, state)
     specs: dict[str, ParamSpec] = {}
     replaced_by = _shard_modules(model, mesh, make_spec, specs, ignored_ids)
@@ -220,6 +222,7 @@ def _compare_ranks(
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     num_ignored: int,
+    gather_group: bool,
 ) -> None:
     """See that all ranks shard alike before anything communicates: they would hang, or abort."""
     for axis in range(mesh.ndim):
@@ -232,6 +235,7 @@ def _compare_ranks(
         "reduce_dtype": str(reduce_dtype),
         "mesh": str(mesh),
         "ignored": str(num_ignored),
+        "gather_group": str(gather_group),
     }
     compare_models({**settings, **describe(dict(model.named_parameters()))})
 
@@ -318,13 +322,17 @@ def _spec_maker(
     mesh: DeviceMesh | None,
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
+    gathers_apart: bool,
 ) -> Callable[[str, nn.Parameter], ParamSpec]:
     """A function that decides how a parameter is laid out."""
     replicated, split = Layout(), Layout()
     if mesh is not None:
         outer = [AxisRole.REPLICATE] * (mesh.ndim - 1)
         replicated = Layout.on(mesh, [*outer, AxisRole.REPLICATE])
-        split = Layout.on(mesh, [*outer, AxisRole.SHARD])
+        apart = {AxisRole.SHARD: group_beside(mesh, mesh.ndim - 1)} if gathers_apart else None
+        if apart is not None:
+            make_channel(apart[AxisRole.SHARD].name)
+        split = Layout.on(mesh, [*outer, AxisRole.SHARD], apart)
 
     def make(name: str, parameter: nn.Parameter) -> ParamSpec:
         compute_dtype = parameter.dtype
