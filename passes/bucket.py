@@ -234,6 +234,14 @@ def movable(graph: StepGraph, lane: Lane) -> dict[Segment, Kinds]:
 
 
 @dataclass(frozen=True)
+class _Movable:
+    """The transfers of a graph before they are joined."""
+
+    graph: StepGraph
+    by_lane: dict[Lane, dict[Segment, Kinds]]
+
+
+@dataclass(frozen=True)
 class Bucket(DecidingPass[Buckets]):
     """Join the transfers of a layer, and small ones with a neighbour."""
 
@@ -268,9 +276,24 @@ class Bucket(DecidingPass[Buckets]):
             return self.min_bytes
         return min(least_bytes(costs, like), cap_bytes // 4)
 
+    def _movable(self, graph: StepGraph, ctx: Context) -> dict[Lane, dict[Segment, Kinds]]:
+        """What can travel together, found once for each graph."""
+        known = ctx.scratch.get(self.name)
+        if isinstance(known, _Movable) and known.graph is graph:
+            return known.by_lane
+        made = _Movable(graph, {lane: movable(graph, lane) for lane in (Lane.GATHER, Lane.REDUCE)})
+        ctx.scratch[self.name] = made
+        return made.by_lane
+
     def question(self, graph: StepGraph, ctx: Context) -> str:
         """Ranks bucket alike where they move the same parameters in the same order."""
-        moved = (t for t in graph.transfers() if t.of_parameters)
+        moved = (
+            transfer
+            for segments in self._movable(graph, ctx).values()
+            for kinds in segments.values()
+            for transfers in kinds.values()
+            for transfer in transfers
+        )
         return "\n".join(f"{t.record.kind} {t.record.full_bytes} {t.stamp.params}" for t in moved)
 
     def decide(self, graph: StepGraph, ctx: Context) -> Buckets:
@@ -278,9 +301,8 @@ class Bucket(DecidingPass[Buckets]):
         found: list[Carried] = []
         caps: dict[int, None] = {}
         leasts: dict[int, None] = {}
-        for lane in (Lane.GATHER, Lane.REDUCE):
+        for lane, kinds in self._movable(graph, ctx).items():
             made = 0
-            kinds = movable(graph, lane)
             for segment in graph.segments():
                 for axis, chosen in enumerate(kinds.get(segment, {}).values()):
                     cap = self.cap_bytes or default_cap(chosen, ctx.costs)
@@ -311,9 +333,10 @@ class Bucket(DecidingPass[Buckets]):
         for bucket in decision.buckets:
             place = (bucket.lane, Segment(bucket.phase, bucket.micro_step), bucket.axis)
             wanted.setdefault(place, []).append(bucket)
-        counts = dict.fromkeys((Lane.GATHER, Lane.REDUCE), 0)
-        for lane in counts:
-            kinds = movable(graph, lane)
+        found = self._movable(graph, ctx)
+        del ctx.scratch[self.name]  # it is not true of what comes now
+        counts = dict.fromkeys(found, 0)
+        for lane, kinds in found.items():
             for segment in graph.segments():
                 for axis, chosen in enumerate(kinds.get(segment, {}).values()):
                     buckets = wanted.pop((lane, segment, axis), [])

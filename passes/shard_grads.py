@@ -257,6 +257,7 @@ class ShardGrads(Pass):
         """See the module's docstring."""
         values = list(graph.output_values)
         marked = {p for n in graph.nodes(role=Role.RESHARD) for p in stamp_of(n).params}
+        full: list[fx.Node] = []
         reduced = kept = 0
         for position, key in graph.gradients.items():
             node = values[position]
@@ -264,10 +265,11 @@ class ShardGrads(Pass):
                 continue
             spec = graph.specs[key]
             values[position] = place_reductions(graph, spec, partials(graph, node, key in marked))
-            graph.set_output_values(values)
-            _erase_unused(graph, [node])
+            full.append(node)
             if stamp_of(values[position]).role is Role.KEEP:
                 kept += 1
             elif spec.shard_group is not None or spec.replica_groups:
                 reduced += 1
+        graph.set_output_values(values)
+        _erase_unused(graph, full)
         return Notes(gradients=len(graph.gradients), reduced=reduced, kept=kept)

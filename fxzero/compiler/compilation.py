@@ -177,7 +177,8 @@ class Compilation:
         )
         gradients = self.gradients if is_backward else {}
         call = executable(side, self.states(), gradients)
-        _compat.return_free_memory()
+        if is_backward:  # before it everything that made the graph is still in use
+            _compat.return_free_memory()
         return call
 
     def lower_whole(self, graph: StepGraph) -> Callable[[list[Any]], Any]:
@@ -198,7 +199,9 @@ class Compilation:
         output = next(iter(reversed(module.graph.nodes)))
         graph = self.read(module, len(output.args[0]))
         self.schedule(graph)
-        return self.lower_side(module, inputs)
+        call = self.lower_side(module, inputs)
+        _compat.return_free_memory()
+        return call
 
     def warn(self) -> None:
         """Report settings that cannot take effect."""

@@ -68,6 +68,16 @@ class Piece:
         return [value for value in values if isinstance(value, fx.Node)]
 
     @cached_property
+    def first_reads(self) -> list[int]:
+        """By input, the number among its nodes of the first one that reads it.
+
+        An input that is only returned counts as read behind the last node.
+        """
+        numbers = {node: i for i, node in enumerate(self.nodes)}
+        behind = len(numbers)
+        return [min((numbers.get(u, behind) for u in i.users), default=behind) for i in self.inputs]
+
+    @cached_property
     def digest(self) -> str:
         """A hash of what it does, equal in all processes."""
         words = [str(part) for part in self.key.nodes] + [str(self.key.outputs)]
@@ -346,9 +356,8 @@ def spelled_out(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 def first_read(call: fx.Node, values: Collection[fx.Node]) -> int:
     """The number of the first of a called piece's nodes that reads one of some values."""
-    piece = piece_of(call)
-    read = {own for own, given in zip(piece.inputs, call.args, strict=True) if given in values}
-    return next(i for i, n in enumerate(piece.nodes) if not read.isdisjoint(n.all_input_nodes))
+    reads = zip(piece_of(call).first_reads, call.args, strict=True)
+    return min(number for number, given in reads if given in values)
 
 
 def called(nodes: Iterable[fx.Node]) -> list[Piece]:
