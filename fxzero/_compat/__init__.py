@@ -44,9 +44,11 @@ from fxzero._compat.autograd import (
     version_of,
 )
 from fxzero._compat.dtensors import (
+    as_it_is,
     differentiable_local,
     dtensor_like,
     dtensor_of,
+    gradient_of,
     is_view_function,
     keep_layout,
     layout_of,
@@ -146,6 +148,7 @@ __all__ = [
     "OpOverload",
     "active_ddp_module",
     "aot_compile",
+    "as_it_is",
     "backward_keeps_graph",
     "backward_number",
     "below_autograd",
@@ -180,6 +183,7 @@ __all__ = [
     "gloo_groups",
     "gradient_hooks",
     "gradient_index",
+    "gradient_of",
     "graph_break_errors",
     "has_step_hooks",
     "has_symbolic_shape",

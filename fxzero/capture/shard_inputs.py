@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from fxzero._compat import (
-    dtensor_of,
+    gradient_of,
     is_plain_to_local,
     layout_of,
     local_tensor,
@@ -101,6 +101,6 @@ class _LocalTensors(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
         _ = ctx.saved_tensors  # raises if one was written to; hooks may have replaced their values
         return tuple(
-            None if grad is None else dtensor_of(grad, layout)
+            None if grad is None else gradient_of(grad, layout)
             for grad, layout in zip(grads, ctx.layouts, strict=True)
         )

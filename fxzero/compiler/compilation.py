@@ -175,7 +175,11 @@ class Compilation:
         is_backward = any(
             node.name.startswith("tangents_") for node in module.graph.find_nodes(op="placeholder")
         )
-        gradients = self.gradients if is_backward else {}
+        gradients = {
+            position: key
+            for position, key in self.gradients.items()
+            if is_backward and self.specs[key].zero == 0  # others never arrive unreduced
+        }
         call = executable(side, self.states(), gradients)
         if is_backward:  # before it everything that made the graph is still in use
             _compat.return_free_memory()

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fxzero._compat import (
+    as_it_is,
     break_graph,
     gradient_hooks,
     is_compiling,
@@ -84,14 +85,12 @@ class ShardedParameter(DTensor):
     ) -> Any:
         """Run a torch function on shards, or inside of a forward on full values."""
         if func in _GETTERS:
-            with without_torch_function():
-                result = func(*args)
+            result = as_it_is(func, types, args, {})
             if type(result) is not DTensor or KEY not in vars(args[0]) or in_compiler():
                 return result
             return as_values(result)
         if func in _ASKS or (func in _SETS_GRADIENT and args[1] is None):
-            with without_torch_function():
-                return func(*args)
+            return as_it_is(func, types, args, kwargs or {})
         if is_arithmetic(func, args, kwargs or {}) and not in_compiler() and not in_forward():
             with without_torch_function():
                 return compute(func, args, kwargs or {})

@@ -17,12 +17,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from fxzero._compat import local_tensor, squeeze, unscale_function, without_torch_function
+from fxzero._compat import (
+    as_it_is,
+    layout_of,
+    local_tensor,
+    squeeze,
+    unscale_function,
+    without_torch_function,
+)
 from fxzero.ranks.lost import explaining
 from fxzero.sharding.local_data import assign, describes, sets_data
 from fxzero.sharding.whereabouts import in_compiler
 from fxzero.sharding.whole_value import (
     COPIES,
+    VIEW,
     draw,
     draws_numbers,
     gathered,
@@ -36,7 +44,6 @@ from fxzero.sharding.whole_value import (
     refuse_other_shapes,
     replaced,
     tensors_in,
-    view_of,
     wants_whole,
     write,
     write_through,
@@ -71,8 +78,10 @@ class ShardedValue(DTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run a torch function, and add up over the ranks what it leaves pending."""
+        if func in _GETTERS:
+            return as_it_is(func, types, args, {})
         with without_torch_function():
-            if func in _GETTERS or in_compiler():
+            if in_compiler():
                 return func(*args, **(kwargs or {}))
             if func is unscale_function():
                 return func(sorted(args[0], key=_is_replicated), *args[1:])
@@ -213,21 +222,20 @@ def is_arithmetic(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     """
     if name_of(func) not in _ARITHMETIC or torch.is_grad_enabled():
         return False
-    placements: list[tuple[Any, ...]] = []
+    placements: list[list[tuple[Any, ...]]] = []
     for value in (*args, *kwargs.values()):
         several = value if type(value) in (list, tuple) else (value,)
-        found = []
-        for item in several:
-            if isinstance(item, DTensor):
-                if view_of(item) is not None:
-                    return False
-                found.append(item.placements)
-            elif isinstance(item, Tensor) and item.dim():
+        sharded = [item for item in several if isinstance(item, DTensor)]
+        if len(sharded) < len(several):
+            if not placements:
+                return False  # a plain number is changed, or what is not sharded
+            plain = (i for i in several if isinstance(i, Tensor) and not isinstance(i, DTensor))
+            if any(tensor.dim() for tensor in plain):
                 return False
-        if not placements and len(found) < len(several):
-            return False  # a plain number is changed, or what is not sharded
-        if found:
-            placements.append(tuple(found))
+        if sharded:
+            if any(VIEW in vars(item) for item in sharded):
+                return False
+            placements.append([layout_of(item).placements for item in sharded])
     return (
         bool(placements)
         and all(lies == placements[0] for lies in placements)

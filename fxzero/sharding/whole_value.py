@@ -243,13 +243,13 @@ class View:
         return whole
 
 
-_VIEW = "_fxzero_view"
+VIEW = "_fxzero_view"
 """Attribute of a copy that stands for a view."""
 
 
 def view_of(tensor: Tensor) -> View | None:
     """Where a copy that stands for a view comes from; None of any other tensor."""
-    found: View | None = vars(tensor).get(_VIEW)
+    found: View | None = vars(tensor).get(VIEW)
     return found
 
 
@@ -283,7 +283,7 @@ def note_views(
         base = source if before is None else before.base
         steps = (step,) if before is None else (*before.steps, step)
         view = View(base, version_of(base), steps)
-        vars(item)[_VIEW] = view
+        vars(item)[VIEW] = view
 
 
 def _shares_memory(
