@@ -5,19 +5,31 @@
 A GPT of many layers and hardly any width in one process, whose process group moves nothing: what
 is left is Python, guards, autograd, dispatch and the launch of some twenty small kernels a layer.
 `inductor` is the same model, neither sharded nor reduced, under plain torch.compile.
+
+Host time is what lies between kernels: the step without what Inductor's code takes, the operators
+that a scheduled graph calls by itself (collectives above all, which a process group of fake ranks
+runs too) and the fused update. The first two are timed from inside, in steps of their own; the
+update is timed alone, on plain tensors of the same shapes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import typer
+from torch._inductor.output_code import CompiledFxGraph
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # examples is not installed
@@ -30,8 +42,17 @@ Step = Callable[[], object]
 WIDTH, BLOCK, VOCABULARY = 16, 8, 64
 
 
-def loop(model: torch.nn.Module, backend: str) -> dict[str, Step]:
-    """The parts of the ordinary loop's step."""
+@dataclass(frozen=True)
+class Contender:
+    """Somebody who trains a model."""
+
+    parameters: tuple[torch.Tensor, ...]
+    actions: dict[str, Step]
+    """What is timed, by name; ``"step"`` among them."""
+
+
+def loop(model: torch.nn.Module, backend: str) -> Contender:
+    """The ordinary loop."""
     tokens = torch.zeros(1, BLOCK, dtype=torch.int64)
     optimizer = AdamW(model.parameters(), fused=True)
     compiled = torch.compile(model, backend=backend)
@@ -45,11 +66,16 @@ def loop(model: torch.nn.Module, backend: str) -> dict[str, Step]:
         compiled(tokens, tokens).backward()
         optimizer.zero_grad()
 
-    return {"forward": lambda: compiled(tokens, tokens), "backward": without_update, "step": step}
+    actions = {
+        "forward": lambda: compiled(tokens, tokens),
+        "backward": without_update,
+        "step": step,
+    }
+    return Contender(tuple(model.parameters()), actions)
 
 
-def contenders(num_layers: int) -> dict[str, dict[str, Step]]:
-    """By name, what is timed of each."""
+def contenders(num_layers: int) -> dict[str, Contender]:
+    """All of them, by name."""
     import fxzero
 
     config = GPTConfig(
@@ -61,22 +87,82 @@ def contenders(num_layers: int) -> dict[str, dict[str, Step]]:
     return {
         "inductor": loop(GPT(config), "inductor"),
         "fxzero": loop(fxzero.shard(GPT(config), zero=3), "fxzero"),
-        "fxzero-step": {"step": lambda: whole(tokens, tokens)},
+        "fxzero-step": Contender(
+            tuple(model.parameters()), {"step": lambda: whole(tokens, tokens)}
+        ),
     }
 
 
-def measure(steps: int, actions: dict[str, Step]) -> dict[str, float]:
-    """Milliseconds of each action, the median of some calls after three that compile."""
+def measure(steps: int, contender: Contender) -> dict[str, float]:
+    """Milliseconds of each action, the median of some calls after three that compile; of the
+    step also those in kernels, and the rest."""
     found = {}
-    for name, action in actions.items():
-        times = []
-        for i in range(steps + 3):
-            begin = time.perf_counter()
+    for name, action in contender.actions.items():
+        for _ in range(3):
             action()
-            if i >= 3:
-                times.append((time.perf_counter() - begin) * 1e3)
-        found[f"{name}_ms"] = median(times)
+        found[f"{name}_ms"] = median(timed_ms(action) for _ in range(steps))
+    inside = []
+    with kernels_timed() as kernels:
+        for _ in range(steps):
+            kernels.clear()
+            contender.actions["step"]()
+            inside.append(sum(kernels))
+    update = update_of(contender.parameters)
+    found["kernels_ms"] = median(inside) + median(timed_ms(update) for _ in range(steps))
+    found["host_ms"] = found["step_ms"] - found["kernels_ms"]
     return found
+
+
+def timed_ms(action: Step) -> float:
+    """Milliseconds of one call."""
+    begin = time.perf_counter()
+    action()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def update_of(parameters: Iterable[torch.Tensor]) -> Step:
+    """AdamW's fused kernel on plain tensors of the same shapes as some parameters' own parts."""
+    own = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    params, grads, means, squares = ([torch.zeros_like(p) for p in own] for _ in range(4))
+    counts = [torch.zeros(()) for _ in own]
+    numbers = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
+    kernel = functools.partial(
+        torch._fused_adamw_,
+        *(params, grads, means, squares, [], counts),
+        **numbers,
+        amsgrad=False,
+        maximize=False,
+    )
+    return torch.no_grad()(kernel)
+
+
+@contextlib.contextmanager
+def kernels_timed() -> Iterator[list[float]]:
+    """Collect the milliseconds of Inductor's code, and of operators outside of it."""
+    found: list[float] = []
+    running = False
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal running
+            if running:  # an operator inside of something that is timed
+                return function(*args, **kwargs)
+            running = True
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                found.append((time.perf_counter() - begin) * 1e3)
+                running = False
+
+        return call
+
+    with (
+        mock.patch.object(CompiledFxGraph, "__call__", timed(CompiledFxGraph.__call__)),
+        mock.patch.object(OpOverload, "__call__", timed(OpOverload.__call__)),
+    ):
+        yield found
 
 
 def main(
@@ -93,9 +179,9 @@ def main(
     rows: list[dict[str, Any]] = []
     with fake_ranks(ranks):
         for depth in options.numbers("--layers", layers):
-            for name, actions in contenders(depth).items():
+            for name, contender in contenders(depth).items():
                 torch._dynamo.reset()
-                rows.append({"name": name, "layers": depth, **measure(steps, actions)})
+                rows.append({"name": name, "layers": depth, **measure(steps, contender)})
     facts = {
         **machine("overhead.py", "cpu"),
         "model": f"GPT, width {WIDTH}, 1 x {BLOCK} tokens, vocabulary {VOCABULARY}, fp32",
@@ -104,10 +190,13 @@ def main(
         "forward_ms": "forward",
         "backward_ms": "forward, backward and zero_grad",
         "step_ms": "the whole step, update included",
+        "kernels_ms": "of it in Inductor's code, operators outside of it and the fused update",
+        "host_ms": "of it between kernels: the rest",
     }
     write_json(json_path, facts, rows)
     header = ["contender", "layers", "forward ms", "with backward ms", "step ms"]
-    keys = ("forward_ms", "backward_ms", "step_ms")
+    header += ["in kernels ms", "between them ms"]
+    keys = ("forward_ms", "backward_ms", "step_ms", "kernels_ms", "host_ms")
     lines = [
         [row["name"], str(row["layers"]), *(f"{row[k]:.1f}" if k in row else "-" for k in keys)]
         for row in rows
