@@ -25,6 +25,7 @@ from fxzero.compiler.pipelines import loop_passes
 from fxzero.errors import CaptureError, ConfigError, FxZeroError
 from fxzero.graph.writes import refuse_writes
 from fxzero.passes.base import Context
+from fxzero.passes.lower_kernels import UPDATE
 from fxzero.sharding.buffers import sync_buffers
 from fxzero.sharding.full_parameter import returned_copy
 from fxzero.sharding.params import (
@@ -64,6 +65,11 @@ def fxzero(
             for name in ("stop_unless_finite", "cuda_graph")
             if getattr(config, name)
         ]
+        if UPDATE in config.lower_kernels.force:
+            context.warnings.append(
+                f"lower_kernels.force={config.lower_kernels.force!r}: {UPDATE} has no effect under "
+                "torch.compile, where the loop updates parameters. Use fxzero.compile_step."
+            )
         compilation = Compilation(
             config,
             loop_passes(config),

@@ -22,7 +22,7 @@ from fxzero.errors import ConfigError
 from fxzero.graph import Phase, Stamp, StepGraph
 from fxzero.graph.launch import emit_transfer, record_for
 from fxzero.passes.base import Context, Door, Fact, Notes, Pass
-from fxzero.passes.update import Ready, ready_together
+from fxzero.passes.updated_together import Ready, ready_together
 from fxzero.ranks.groups import Group
 from fxzero.runtime import updates
 from fxzero.runtime.finite import Finite

@@ -37,6 +37,8 @@ from fxzero.settings import at_least
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default)
 _FOR_MEMORY = "linear_cross_entropy"
+UPDATE = "adamw"
+"""The kernel of a bucket's update, which the pass `update` calls."""
 
 
 def _replace(graph: StepGraph, found: FoundIdiom, made: fx.Graph | None) -> str:
@@ -178,7 +180,7 @@ class LowerKernels(DecidingPass[Kernels]):
     """Look for kernels at all."""
     force: str = ""
     """Kernels to use wherever they fit, whatever was measured, by comma: ``rms_norm,swiglu``;
-    ``all`` for every one."""
+    ``all`` for every one. ``adamw`` is the update of whole steps with Adam or AdamW."""
     table: str = ""
     """A table of measurements to decide by, instead of the one that comes with fxzero for the
     device: see ``examples/benchmarks/kernels.py --table``."""
@@ -197,7 +199,7 @@ class LowerKernels(DecidingPass[Kernels]):
                     f"lower_kernels.{field}={value!r} beside lower_kernels.enabled=false: with "
                     f"the pass off no kernel is used. Drop one of them."
                 )
-        self._forced()
+        assert self.forced is not None
         if self.table:
             read_table(self.table)
 
@@ -205,11 +207,12 @@ class LowerKernels(DecidingPass[Kernels]):
         """Find what a kernel could stand for, and say of each whether it wins."""
         if not self.enabled:
             return Kernels()
-        forced = self._forced()
-        gpu = _gpu_name(graph)
+        forced = self.forced - {UPDATE}
+        gpu = gpu_name(graph)
         on_cpu = gpu is None
-        table = read_table(self.table) if self.table else table_for(gpu) if gpu else None
-        wanted = forced | ({row.kernel for row in table.rows} if table is not None else set())
+        table = self.table_for(gpu)
+        measured = {row.kernel for row in table.rows} if table is not None else set()
+        wanted = forced | (measured - {UPDATE})
         if on_cpu and _has_large_product(graph, self.min_logits_bytes):
             wanted.add(_FOR_MEMORY)
         if _has_symbolic_sizes(graph):
@@ -254,7 +257,14 @@ class LowerKernels(DecidingPass[Kernels]):
         skipped = finder.skipped()
         return Notes(**replaced, **({"skipped": skipped} if skipped else {}))
 
-    def _forced(self) -> set[str]:
+    def table_for(self, gpu: str | None) -> KernelTable | None:
+        """What was measured on a GPU; None if nobody has, or without one and without a file."""
+        if self.table:
+            return read_table(self.table)
+        return table_for(gpu) if gpu else None
+
+    @property
+    def forced(self) -> set[str]:
         """The kernels of `force`.
 
         Raises:
@@ -267,10 +277,11 @@ class LowerKernels(DecidingPass[Kernels]):
             return set()
         from fxzero.kernels.patterns import KERNELS
 
+        every = [*KERNELS, UPDATE]
         if names == {"all"}:
-            return set(KERNELS)
-        for name in sorted(names - set(KERNELS)):
-            known = KERNELS if "all" in names else [*KERNELS, "all"]
+            return set(every)
+        for name in sorted(names - set(every)):
+            known = every if "all" in names else [*every, "all"]
             alone = "'all' stands alone; " if name == "all" else ""
             raise ConfigError(f"lower_kernels.force={name!r}: {alone}{nearest(name, known)}")
         return names
@@ -292,7 +303,7 @@ class LowerKernels(DecidingPass[Kernels]):
         return "no faster" if speedup is None or speedup < 1.0 else "", speedup
 
 
-def _gpu_name(graph: StepGraph) -> str | None:
+def gpu_name(graph: StepGraph) -> str | None:
     """The GPU that the forward runs on, by torch's name; None on CPU."""
     for node in graph.nodes(phase=Phase.FORWARD):
         value = node.meta.get("val")

@@ -6,66 +6,37 @@
 
 The gradients of a bucket are there together, so their parameters are updated together, by
 one call of torch's fused kernel for each parameter group among them. A gradient thus never
-outlives its update. An optimizer without such a kernel runs its own ``step()`` once all
-gradients are there. Buffers that the forward changed get their new values.
+outlives its update. Where `fxzero.kernels.adamw_` was measured to be faster for a bucket of Adam or
+AdamW it takes the place of torch's. An optimizer without such a kernel runs its own ``step()`` once
+all gradients are there. Buffers that the forward changed get their new values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from fxzero._compat import create_node
+from fxzero.errors import ConfigError
 from fxzero.graph import Phase, Role, Stamp, StepGraph
 from fxzero.graph.stamps import set_stamp, stamp_of
-from fxzero.passes.base import Context, Door, Fact, Notes, Pass
+from fxzero.passes.base import Context, Door, Fact, Notes
+from fxzero.passes.decision import DecidingPass, Decision
+from fxzero.passes.lower_kernels import UPDATE, LowerKernels, gpu_name
+from fxzero.passes.updated_together import (
+    Ready,
+    Together,
+    fits_own_kernel,
+    moved_bytes,
+    ready_together,
+    updated_together,
+)
 from fxzero.runtime import updates
-from fxzero.runtime.optimizers import Kernel, OptimizerLayout
-
-
-@dataclass(frozen=True)
-class Ready:
-    """Gradients that are there at one time."""
-
-    place: str
-    """The bucket that brings them, or the layer whose backward ends with them."""
-    keys: list[str]
-    """Their parameters."""
-    grads: list[fx.Node]
-
-
-def ready_together(graph: StepGraph, layout: OptimizerLayout) -> list[Ready]:
-    """The gradients of the optimizer's parameters, by the time at which they are there."""
-    values = graph.output_values
-    found: dict[str, Ready] = {}
-    for position, key in graph.gradients.items():
-        node = values[position]
-        if not isinstance(node, fx.Node) or key not in layout.parameters:
-            continue
-        place = _bucket(node) or f"layer {stamp_of(node).layer}"
-        ready = found.setdefault(place, Ready(place, [], []))
-        ready.keys.append(key)
-        ready.grads.append(node)
-    return list(found.values())
-
-
-def _bucket(node: fx.Node) -> str:
-    """The bucket of the reduce that a gradient comes from; "" if nothing was reduced."""
-    while node.op == "call_function":
-        stamp = stamp_of(node)
-        if stamp.bucket:
-            return stamp.bucket
-        if stamp.role is Role.ACCUMULATE:
-            node = node.all_input_nodes[-1]
-        elif stamp.role in (Role.PART, Role.WAIT, Role.FINISH):
-            node = node.all_input_nodes[0]
-        else:
-            break
-    return ""
+from fxzero.runtime.optimizers import OptimizerLayout
 
 
 class _Emitter:
@@ -93,13 +64,20 @@ class _Emitter:
         node.meta["val"] = None
         set_stamp(node, stamp)
 
-    def fused(self, keys: list[str], grads: list[fx.Node], index: int, kernel: Kernel) -> None:
-        """Emit a fused update of parameters of one group."""
+    def fused(self, together: Together, own: bool) -> None:
+        """Emit a fused update of parameters of one group, by our own kernel or by torch's."""
+        keys, kernel = together.keys, self.layout.kernels[together.group]
         params = [self.params[key] for key in keys]
         state = [[self.state(key, name) for key in keys] for name in kernel.state]
         place = self.graph.specs[keys[0]].layer.replace(".", "_")
-        args = (params, grads, state, self.group(index), self.graph.scale, self.graph.skip)
-        self.update(updates.KERNELS[kernel.name], keys, args, f"update_{place}")
+        group = self.group(together.group)
+        target: Callable[..., Any] = updates.KERNELS[kernel.name]
+        if own:
+            from fxzero.kernels.bucket_update import BucketAdam
+
+            target = BucketAdam(decoupled=kernel.name == "adamw")
+        args = (params, together.grads, state, group, self.graph.scale, self.graph.skip)
+        self.update(target, keys, args, f"update_{place}")
 
     def own(self, ready: list[Ready]) -> None:
         """Emit the optimizer's own step."""
@@ -136,40 +114,126 @@ class _Emitter:
 
 
 @dataclass(frozen=True)
-class Update(Pass):
+class BucketUpdate:
+    """By what the parameters of one group that are ready together are updated."""
+
+    place: str
+    """The bucket that brings their gradients, or the layer whose backward ends with them."""
+    group: int
+    kernel: str
+    """``"torch"``, or ``"fxzero"`` for our own."""
+    speedup: float | None = None
+    """Torch's time over our kernel's, by the table."""
+
+
+@dataclass(frozen=True)
+class Updates(Decision):
+    """The updates for which our own kernel was considered; all others are by torch's."""
+
+    updates: tuple[BucketUpdate, ...] = ()
+
+
+@dataclass(frozen=True)
+class Update(DecidingPass[Updates]):
     """Update parameters as soon as their gradients are there."""
 
     name: ClassVar[str] = "update"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.REDUCED, Fact.BUCKETED})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.UPDATED})
     doors: ClassVar[frozenset[Door]] = frozenset({Door.STEP})
+    decides: ClassVar[type[Any]] = Updates
 
-    def run(self, graph: StepGraph, ctx: Context) -> Notes:
-        """See the module's docstring."""
+    kernels: LowerKernels = field(default_factory=LowerKernels, repr=False)
+    """Which of our kernels may be used: see `fxzero.passes.lower_kernels`."""
+    replayed: bool = field(default=False, repr=False)
+    """Whether a CUDA graph replays the step. It could not tell whether parameters still count
+    their steps alike, which our kernel needs."""
+
+    def decide(self, graph: StepGraph, ctx: Context) -> Updates:
+        """Take our own kernel where it fits and was measured to be faster, or is asked for."""
+        layout = ctx.optimizer
+        assert layout is not None
+        may = self.kernels.enabled and not self.replayed
+        forced = may and UPDATE in self.kernels.forced
+        table = self.kernels.table_for(gpu_name(graph)) if may else None
+        found = []
+        considered = updated_together(graph, layout) if forced or table is not None else []
+        for together in considered:
+            if not fits_own_kernel(layout, together):
+                continue
+            speedup = None
+            if table is not None:
+                dtype = layout.parameters[together.keys[0]].dtype
+                speedup = table.speedup(UPDATE, dtype, moved_bytes(layout, together))
+            kernel = "fxzero" if forced or (speedup or 0.0) >= 1.0 else "torch"
+            found.append(BucketUpdate(together.place, together.group, kernel, speedup))
+        if UPDATE in self.kernels.force and not any(u.kernel == "fxzero" for u in found):
+            ctx.warnings.append(
+                f"lower_kernels.force={self.kernels.force!r}: {UPDATE} has no effect "
+                + (
+                    "in a step that a CUDA graph replays."
+                    if self.replayed
+                    else f"on {layout.name}."
+                )
+                + " It computes Adam and AdamW without amsgrad or maximize, on contiguous "
+                "parameters in float32, bfloat16 or float64 whose steps the host can count."
+            )
+        return Updates(tuple(found))
+
+    def apply(self, graph: StepGraph, decision: Updates, ctx: Context) -> Notes:
+        """Emit the updates.
+
+        Raises:
+            ConfigError: it names an update that there is not, or a kernel that does not fit.
+        """
         layout = ctx.optimizer
         assert layout is not None
         assert graph.loss is not None
-        ready = ready_together(graph, layout)
         loss = graph.output_values[graph.loss]
+        together = updated_together(graph, layout)
+        own = _by_own_kernel(layout, together, decision)
         emitter = _Emitter(graph, layout)
-        made = 0
+        made = len(together)
         with graph.graph.inserting_before(graph.output):
-            if not layout.kernels and ready:
+            if not layout.kernels and (ready := ready_together(graph, layout)):
                 emitter.own(ready)
                 made = 1
-            for together in ready if layout.kernels else ():
-                for index, kernel in enumerate(layout.kernels):
-                    members = [
-                        (key, grad)
-                        for key, grad in zip(together.keys, together.grads, strict=True)
-                        if layout.group[key] == index
-                    ]
-                    if members:
-                        keys, grads = map(list, zip(*members, strict=True))
-                        emitter.fused(keys, grads, index, kernel)
-                        made += 1
+            for update in together:
+                emitter.fused(update, (update.place, update.group) in own)
             emitter.commit()
         graph.set_output_values((loss, graph.norm, graph.skip))
         graph.gradients, graph.changed = {}, {}
-        by = layout.name if layout.kernels else f"{layout.name}.step()"
-        return Notes(params=sum(len(r.keys) for r in ready), updates=made, by=by)
+        return Notes(
+            params=sum(len(stamp_of(node).params) for node in graph.nodes(role=Role.UPDATE)),
+            updates=made,
+            by=layout.name if layout.kernels else f"{layout.name}.step()",
+            **({"own_kernel": len(own)} if own else {}),
+        )
+
+
+def _by_own_kernel(
+    layout: OptimizerLayout, together: list[Together], decision: Updates
+) -> set[tuple[str, int]]:
+    """The places and groups that a decision gives to our kernel.
+
+    Raises:
+        ConfigError: it names an update that there is not, or a kernel that does not fit.
+    """
+    known = {(update.place, update.group): update for update in together}
+    found = set()
+    for chosen in decision.updates:
+        update = known.get((chosen.place, chosen.group))
+        where = f"the plan's update of {chosen.place}, group {chosen.group},"
+        if update is None:
+            places = ", ".join(f"{place} of group {group}" for place, group in known) or "none"
+            raise ConfigError(
+                f"{where} is none of this graph: {places}. Where buckets were changed, drop "
+                "update: it is then decided anew."
+            )
+        if chosen.kernel not in ("torch", "fxzero"):
+            raise ConfigError(f"{where} is by {chosen.kernel!r}: 'torch' or 'fxzero'")
+        if chosen.kernel == "fxzero":
+            if not fits_own_kernel(layout, update):
+                raise ConfigError(f"{where} is by adamw_, which does not compute {layout.name}")
+            found.add((chosen.place, chosen.group))
+    return found

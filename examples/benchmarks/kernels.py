@@ -5,8 +5,8 @@
 Times are medians of CUDA-graph replays, forward and backward together where there is a backward,
 so that Python costs nothing. The bound is what must be read and written, over the bandwidth of a
 copy measured in the same run; kernels made of matrix products have none. ``--table`` writes what
-`lower_kernels` decides by. Without a GPU, ``--device cpu`` runs the plain formulas: it shows that
-the script works, and says nothing of kernels.
+`lower_kernels` and `update` decide by. Without a GPU, ``--device cpu`` runs the plain formulas: it
+shows that the script works, and says nothing of kernels.
 """
 
 from __future__ import annotations
@@ -49,6 +49,10 @@ class Case:
     moved_bytes: int | None
     """What must be read and written; None where products of matrices set the pace."""
     differentiates: bool = True
+    table_bytes: int | None = None
+    """Bytes as passes count them, where those are known; otherwise see `counted_bytes`."""
+    rival: str = "inductor"
+    """What a pass would keep: Inductor's code, or ``"eager"``."""
 
     def call(self, function: Callable[..., Any]) -> Callable[[], Any]:
         """Forward, and backward of the leaves."""
@@ -66,7 +70,7 @@ class Case:
 
         return step
 
-    def table_bytes(self) -> int:
+    def counted_bytes(self) -> int:
         """Bytes as `lower_kernels` counts them: inputs, output and gradients."""
         results = self.call(self.ours)()
         output = self.ours(*self.tensors)
@@ -165,7 +169,8 @@ def bucket_cases(device: str, dtype: torch.dtype, scale: int) -> Iterator[Case]:
     yield Case(
         "adamw", f"{len(sizes)} shards of {n}", torch.float32,
         lambda: kernels.adamw_(wide, grads, averages, squares, step, lr=1e-3),
-        lambda: optimizer.step(), (), 28 * n, differentiates=False,
+        lambda: optimizer.step(), (), 28 * n, differentiates=False, table_bytes=28 * n,
+        rival="eager",
     )  # fmt: skip
     yield Case(
         "cast_pack", f"{len(sizes)} shards of {n}", dtype,
@@ -235,14 +240,17 @@ def measure(case: Case, device: str, bytes_per_s: float) -> dict[str, Any]:
         row["share_of_bound"] = row["bound_us"] / row["kernel_us"]
         row["bytes_per_s"] = case.moved_bytes / row["kernel_us"] * 1e6
     if case.differentiates:
-        row["table_bytes"] = case.table_bytes()
+        row["table_bytes"] = case.counted_bytes()
+    elif case.table_bytes is not None:
+        row["table_bytes"] = case.table_bytes
+    row["rival_us"] = row[f"{case.rival}_us"]
     return row
 
 
 def write_table(path: Path, device_name: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Write what `lower_kernels` decides by."""
+    """Write what `lower_kernels` and `update` decide by."""
     measured = [
-        Measured(r["kernel"], r["dtype"], r["table_bytes"], r["kernel_us"], r["inductor_us"])
+        Measured(r["kernel"], r["dtype"], r["table_bytes"], r["kernel_us"], r["rival_us"])
         for r in rows
         if "table_bytes" in r
     ]

@@ -90,6 +90,7 @@ def step_passes(
     """
     stop = config.stop_unless_finite and not scaled
     own: list[Pass] = [
+        Update(config.lower_kernels, replayed=config.cuda_graph),
         Accumulate(micro_batches, unroll),
         ClipGrads(max_norm=max_norm, unscale=scaled, stop_unless_finite=stop),
     ]

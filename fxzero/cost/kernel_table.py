@@ -30,7 +30,7 @@ class Measured:
     """Of the kernel's tensors: what it must read and write, forward and backward."""
     kernel_us: float
     compiler_us: float
-    """The same written in plain torch and compiled by Inductor."""
+    """The same written in plain torch and compiled by Inductor; of an update, torch's fused one."""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def _adam(
         grad_scale=None,
         found_inf=skip,
     )
-    _take_back(steps, skip)
+    take_back(steps, skip)
 
 
 def adam(params: Any, grads: Any, state: Any, group: Group, scale: Any, skip: Any) -> None:
@@ -130,7 +130,7 @@ def adagrad(
         grad_scale=None,
         found_inf=skip,
     )
-    _take_back(steps, skip)
+    take_back(steps, skip)
 
 
 KERNELS = {function.__name__: function for function in (adam, adamw, sgd, adagrad)}
@@ -142,16 +142,22 @@ def _ready(grads: list[Tensor], params: list[Tensor], scale: Tensor | None) -> l
     Fused kernels walk through both in the order of memory, and a graph knows of the strides that
     a fake kernel returned: some convolutions choose others when they run.
     """
-    grads = [
-        grad if grad.stride() == param.stride() else laid_out_like(grad, param)
-        for grad, param in zip(grads, params, strict=True)
-    ]
+    grads = laid_out(grads, params)
     if scale is not None:
         foreach_mul_(grads, scale)
     return grads
 
 
-def _take_back(steps: list[Tensor], skip: Tensor | None) -> None:
+def laid_out(grads: list[Tensor], params: list[Tensor]) -> list[Tensor]:
+    """Gradients with the strides of their parameters."""
+    return [
+        grad if grad.stride() == param.stride() else laid_out_like(grad, param)
+        for grad, param in zip(grads, params, strict=True)
+    ]
+
+
+def take_back(steps: list[Tensor], skip: Tensor | None) -> None:
+    """Do not count a step that was skipped."""
     if skip is not None:
         foreach_sub_(steps, [skip] * len(steps))
 

@@ -72,6 +72,8 @@ class Case:
     example: str = "gpt"
     dtype: torch.dtype = torch.float64
     lowering: str = "eager"
+    force: str = ""
+    """Our own kernels, as `lower_kernels.force` names them."""
     mesh: tuple[int, ...] = ()
 
 
@@ -130,7 +132,10 @@ def compiled_run(case: Case, steps: int = STEPS) -> Run:
         micro_batches=case.micro_batches,
         clip_grad_norm=case.clip,
         scheduler=warm_up(optimizer),
-        options={"lower_regions": {"backend": case.lowering}},
+        options={
+            "lower_regions": {"backend": case.lowering},
+            "lower_kernels": {"force": case.force},
+        },
     )
     run = Run()
     for i, batch in enumerate(batches(example, case.dtype, steps)):
@@ -222,6 +227,12 @@ def test_float64_gpt(
 ) -> None:
     """Tied weights, several layers."""
     ranks(2).run(trains_as_the_eager_loop, Case(zero, micro_batches, clip, optimizer))
+
+
+@pytest.mark.parametrize(("zero", "clip"), [(0, None), (3, 0.1)])
+def test_our_own_update(ranks: Pools, zero: int, clip: float | None) -> None:
+    """`fxzero.kernels.adamw_` in the place of torch's fused kernel."""
+    ranks(2).run(trains_as_the_eager_loop, Case(zero, clip=clip, force="adamw"))
 
 
 @pytest.mark.parametrize(("zero", "micro_batches"), [(0, 1), (1, 4), (2, 4), (3, 1)])

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from torch import fx
+from torch.optim import Optimizer
 
+import fxzero
 from fxzero.graph import Phase, Role, StepGraph
 from fxzero.graph.stamps import stamp_of
+from fxzero.kernels.bucket_update import BucketAdam
+from fxzero.passes.update import Update, Updates
 from fxzero.runtime import updates
-from tests.stepping import chain_of, compiled_step, step_graph
+from tests.stepping import EAGER, chain_of, compiled_step, step_graph
 from tests.tracing import find, of_role, params_of
 
 
@@ -79,3 +89,94 @@ def test_the_graph_returns_no_gradient() -> None:
     loss, norm, skip = graph.output_values
     assert loss.meta["val"].shape == norm.meta["val"].shape == ()
     assert skip is None
+
+
+# -- our own kernel
+
+FORCED = {**EAGER, "lower_kernels": {"force": "adamw"}}
+
+
+def own_updates(graph: StepGraph) -> list[bool]:
+    """By update, whether our kernel does it."""
+    return [isinstance(node.target, BucketAdam) for node in update_nodes(graph)]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam])
+def test_our_kernel_updates_where_it_is_asked_for(optimizer: type[Optimizer]) -> None:
+    """Every bucket, with the weight decay of the optimizer."""
+    assert own_updates(step_graph(chain_of(3), optimizer=optimizer)) == [False] * 3
+    graph = step_graph(chain_of(3), optimizer=optimizer, options=FORCED)
+    assert own_updates(graph) == [True] * 3
+    decoupled = {node.target.decoupled for node in update_nodes(graph)}  # type: ignore[union-attr]
+    assert decoupled == {optimizer is torch.optim.AdamW}
+
+
+def test_a_table_says_from_which_size_on_it_wins(tmp_path: Path) -> None:
+    """A bucket of 28 bytes an element, at the nearest size that was measured."""
+    small, large = 28 * 16 * 2, 28 * 64 * 64 // 8
+    rows = [
+        {"kernel": "adamw", "dtype": "float32", "num_bytes": n, "kernel_us": 1.0, "compiler_us": us}
+        for n, us in ((small, 0.5), (large, 3.0))
+    ]
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps({"device": "made up", "rows": rows}))
+    options = {**EAGER, "lower_kernels": {"table": str(table)}}
+    for width, wins in ((16, False), (64, True)):
+        compilation = compiled_step(chain_of(2, width), options=options)
+        assert compilation.joint is not None
+        assert own_updates(compilation.joint) == [wins] * 2
+        decided = compilation.context.decisions.made["update"]
+        assert isinstance(decided, Updates)
+        assert [u.speedup for u in decided.updates] == [3.0 if wins else 0.5] * 2
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.AdamW(p, amsgrad=True),
+        lambda p: torch.optim.AdamW(p, maximize=True),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.RMSprop(p),
+    ],
+    ids=["amsgrad", "maximize", "sgd", "rmsprop"],
+)
+def test_what_it_does_not_compute_is_torchs_and_said(optimizer: Any) -> None:
+    """A setting without effect is a warning, and an error under strict."""
+    with pytest.warns(fxzero.FxZeroWarning, match="adamw has no effect on"):
+        graph = step_graph(chain_of(2), optimizer=optimizer, options=FORCED)
+    assert not any(own_updates(graph))
+    with pytest.raises(fxzero.ConfigError, match="adamw has no effect on"):
+        step_graph(chain_of(2), optimizer=optimizer, options={**FORCED, "strict": True})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"place": "reduce.backward.7"},
+            "7, group 0, is none of this graph: reduce.backward.1 of group 0",
+        ),
+        ({"kernel": "fast"}, "'torch' or 'fxzero'"),
+        ({"group": 1}, "group 1, is none of this graph"),
+    ],
+)
+def test_a_decision_that_does_not_fit_is_refused(changes: dict[str, Any], words: str) -> None:
+    """As somebody may have written it into a plan."""
+    decided = compiled_step(chain_of(2), options=FORCED).context.decisions.made["update"]
+    assert isinstance(decided, Updates)
+    wrong = Updates((replace(decided.updates[0], **changes),))
+    with (
+        mock.patch.object(Update, "decide", return_value=wrong),
+        pytest.raises(fxzero.ConfigError, match=words),
+    ):
+        compiled_step(chain_of(2))
+
+
+def test_a_kernel_that_cannot_is_refused() -> None:
+    """A plan for AdamW, replayed with amsgrad."""
+    decided = compiled_step(chain_of(2), options=FORCED).context.decisions.made["update"]
+    with (
+        mock.patch.object(Update, "decide", return_value=decided),
+        pytest.raises(fxzero.ConfigError, match="adamw_, which does not compute AdamW"),
+    ):
+        compiled_step(chain_of(2), optimizer=lambda p: torch.optim.AdamW(p, amsgrad=True))
