@@ -37,7 +37,7 @@ from fxzero.graph.step_graph import TransferNodes
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.passes.shard_params import derived, first_use, is_needed_again, read_in, shard_source
 from fxzero.regions.cutout import move_parts_together, piece_name, runs
-from fxzero.schedule.problem import nodes_of
+from fxzero.schedule.inventory import nodes_of
 
 LEAST_NODES = 3
 """Shorter runs are no shorter as a call."""

@@ -25,8 +25,9 @@ from fxzero.passes.decision import DecidingPass, Decision
 from fxzero.passes.outline import split_at_buckets
 from fxzero.regions.cutout import move_parts_together
 from fxzero.schedule.engine import TaskGraph, replay
+from fxzero.schedule.inventory import Inventory
 from fxzero.schedule.keep import keep, keepable
-from fxzero.schedule.problem import Inventory, Problem
+from fxzero.schedule.problem import Problem, problem_of
 from fxzero.schedule.search import FoundOrder, best_order, fixed_order
 from fxzero.settings import at_least
 
@@ -79,18 +80,18 @@ def choose(
         PassError: there is no such order.
     """
     if budget_bytes is None:
-        budget_bytes = default_budget(inventory.problem().graph)
+        budget_bytes = default_budget(problem_of(inventory).graph)
     choices: list[Choice] = []
     rounds = alike(candidates, inventory.step)
     for count in (n for n in KEEPS if n <= len(rounds)):
         kept = tuple(transfer for transfers in rounds[:count] for transfer in transfers)
-        problem = inventory.problem(budget_bytes, names_of(kept))
+        problem = problem_of(inventory, budget_bytes, names_of(kept))
         found = best_order(problem.graph, problem.is_steady)
         if found is None:
             break  # what is kept leaves too little
         choices.append(Choice(kept, problem, found))
     if not choices:
-        graph = inventory.problem().graph
+        graph = problem_of(inventory).graph
         least = replay(graph, fixed_order(graph, 0, 0)).peak_bytes
         raise PassError(
             f"prefetch.budget_bytes={budget_bytes}: no order holds so little. Gathering each "
@@ -162,7 +163,7 @@ class Prefetch(DecidingPass[Order]):
 
     def question(self, graph: StepGraph, ctx: Context) -> str:
         """Ranks order alike where they have the same tasks, whatever those take there."""
-        tasks = self._inventory(graph, ctx).problem().graph.tasks
+        tasks = problem_of(self._inventory(graph, ctx)).graph.tasks
         names = [f"{task.name} {task.after}" for task in tasks]
         return "\n".join([*names, *(str(t.record.kind) for t in graph.transfers())])
 
@@ -171,7 +172,7 @@ class Prefetch(DecidingPass[Order]):
         inventory = self._inventory(graph, ctx)
         self._warn_of_unused(ctx)
         if self.distance is not None:
-            problem = inventory.problem()
+            problem = problem_of(inventory)
             order = tuple(fixed_order(problem.graph, self.distance, self.reduce_distance))
             found = FoundOrder(order, replay(problem.graph, order), f"distance {self.distance}")
             choice = Choice((), problem, found)
@@ -197,7 +198,7 @@ class Prefetch(DecidingPass[Order]):
         """
         cut = graph.loss is None
         kept = _kept(graph, decision.kept)
-        problem = self._inventory(graph, ctx).problem(kept=names_of(kept))
+        problem = problem_of(self._inventory(graph, ctx), kept=names_of(kept))
         order = _indices(problem, decision.order)
         first = first_gathers(problem, order)
         keep(graph, kept, cut=cut)

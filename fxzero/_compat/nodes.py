@@ -51,10 +51,13 @@ def is_script_object(value: Any) -> bool:
 def own_local_fake(node: fx.Node) -> torch.Tensor:
     """A fake input that stands for the local tensor of the fake DTensor that a graph takes."""
     value = node.meta["example_value"]
-    local = node.meta.get("fxzero_local")  # of a copy: `layer_copies`
-    local = value._local_tensor if local is None else local
-    with fake_mode_of_tensor(local):
-        return local.detach().requires_grad_(value.requires_grad)
+    local = node.meta.get("fxzero_local")
+    if local is None:
+        local = value._local_tensor
+        with fake_mode_of_tensor(local):
+            local = local.detach()
+    # Otherwise it is the node's own already: of a copy, `layer_copies` has made it.
+    return local.requires_grad_(value.requires_grad)
 
 
 def input_source_name(node: fx.Node) -> str:

@@ -6,11 +6,9 @@
     unfolded          the layer's own nodes again, forward and backward, for every call
 
 AOTAutograd traces the folded graph, and one layer of each kind on its own. After
-`unfold` nobody can tell the difference, but for the names of nodes. A layer is folded when
-it is a run of calls with plain outputs, equal to another run in everything that tracing
-looks at. What is not (a layer that writes its input, returns a view of it, or has symbolic
-shapes) is traced as it stands; and so are layers of several outputs of which only some turn
-out to have gradients, as soon as that is known.
+`unfold` nobody can tell the difference, but for the names of nodes. What is no run equal to
+another one (see `layer_runs`) is traced as it stands; and so are layers of several outputs of
+which only some turn out to have gradients, as soon as that is known.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ import itertools
 import logging
 import operator
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -29,34 +26,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxzero import _compat
-from fxzero._compat import set_grad_enabled
+from fxzero.capture.layer_runs import Run, equal_runs
 from fxzero.graph import constants
-from fxzero.graph.modules import module_path
-from fxzero.sharding.params import is_key, layer_of
 
 log = logging.getLogger("fxzero")
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Run:
-    """The calls of one layer in Dynamo's graph, which follow each other but for views."""
-
-    nodes: tuple[fx.Node, ...]
-    inputs: tuple[fx.Node, ...]
-    """What it reads from outside, in the order of first use."""
-    keys: tuple[str, ...]
-    """The parameters that its markers name, in the order of first use."""
-    outputs: tuple[fx.Node, ...]
-    """Its values that are read outside."""
-    structure: tuple[Any, ...]
-    """Equal for runs that trace to the same graph but for names."""
-
-    @property
-    def differentiable(self) -> tuple[bool, ...]:
-        """By output, whether a gradient may be asked for."""
-        return tuple(node.meta["example_value"].requires_grad for node in self.outputs)
 
 
 @dataclass(frozen=True)
@@ -200,165 +175,6 @@ def fold_layers(
         module.recompile()
     log.info("folded %d equal layers", len(folds.layers))
     return folds
-
-
-def equal_runs(graph: fx.Graph) -> list[list[Run]]:
-    """The runs that could be folded, by structure, where there is more than one.
-
-    What only tells torch's own statistics something, in the middle of some layers, is erased.
-    """
-    for node in graph.find_nodes(op="call_function", target=_compat.log_usage()):
-        graph.erase_node(node)
-    kinds: dict[tuple[Any, ...], list[Run]] = defaultdict(list)
-    for run in layer_runs(graph):
-        kinds[run.structure].append(run)
-    return [runs for runs in kinds.values() if len(runs) > 1]
-
-
-def layer_runs(graph: fx.Graph) -> Iterator[Run]:
-    """The runs of Dynamo's graph that could be folded."""
-    within = inside_contexts(graph)
-    if within is None:
-        return
-    for path, nodes in itertools.groupby(
-        (n for n in graph.nodes if n.op not in ("placeholder", "output")),
-        key=lambda n: layer_of(module_path(n) or ""),
-    ):
-        run_nodes = _without_last_views(tuple(nodes))
-        run = _as_run(run_nodes) if path and run_nodes and within.isdisjoint(run_nodes) else None
-        if run is not None:
-            yield run
-
-
-def _without_last_views(nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
-    """A layer without what is read outside alone and only looks at a value of its own.
-
-    AOTAutograd traces no function that returns such views: of a layer that ends in
-    ``(x + y).view(shape)``, or hands out a slice of what it keeps, they stay outside.
-    """
-    inside = dict.fromkeys(nodes)
-    for node in reversed(nodes):
-        if _is_view(node) and inside.keys().isdisjoint(node.users):
-            del inside[node]
-    return tuple(inside)
-
-
-_MAY_RETURN_ITS_INPUT = frozenset({"to", "contiguous", "type_as", "float", "cpu", "cuda"})
-"""Methods that have nothing to do where their input is already what they are asked for."""
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether a value lies in the memory of one that it was made of, and nothing was written."""
-    value = node.meta.get("example_value")
-    if not isinstance(value, Tensor) or not _compat.is_plain_fake(value):
-        return False
-    sources = [source.meta.get("example_value") for source in node.all_input_nodes]
-    if any(source is value for source in sources):
-        return node.op == "call_method" and node.target in _MAY_RETURN_ITS_INPUT
-    return any(
-        _compat.storage_identity(value) == _compat.storage_identity(source)
-        for source in sources
-        if isinstance(source, Tensor) and _compat.is_plain_fake(source)
-    )
-
-
-def inside_contexts(graph: fx.Graph) -> set[fx.Node] | None:
-    """The calls inside of a context such as autocast or no_grad, where they mean other things.
-
-    None if there are calls without a value that are not known to begin or end a context.
-    """
-    depth = 0
-    has_grad = torch.is_grad_enabled()
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op not in ("call_function", "call_method"):
-            continue
-        if "example_value" not in node.meta:
-            name = getattr(node.target, "__name__", "")
-            if node.target is set_grad_enabled:
-                has_grad = bool(node.args[0])
-            elif name.startswith("_enter_"):
-                depth += 1
-            elif name.startswith("_exit_"):
-                depth -= 1
-            elif node.target is not operator.setitem:  # a write, which no layer is that has one
-                return None
-            found.add(node)
-        elif depth or has_grad is not torch.is_grad_enabled():
-            found.add(node)
-    return found
-
-
-def _as_run(nodes: tuple[fx.Node, ...]) -> Run | None:
-    """Describe consecutive nodes, if they have the form of a layer."""
-    inside = set(nodes)
-    outputs = tuple(n for n in nodes if any(user not in inside for user in n.users))
-    if not outputs or any(n.op == "get_attr" for n in nodes):
-        return None
-    inputs: dict[fx.Node, int] = {}
-    keys: dict[str, int] = {}
-    position = {node: i for i, node in enumerate(nodes)}
-
-    def describe(argument: Any) -> Any:
-        if isinstance(argument, fx.Node):
-            if argument in position:
-                return ("node", position[argument])
-            return ("input", inputs.setdefault(argument, len(inputs)))
-        if isinstance(argument, str) and is_key(argument):
-            return ("key", keys.setdefault(argument, len(keys)))
-        return ("value", type(argument).__name__, repr(argument))
-
-    structure = []
-    for node in nodes:
-        described = [
-            _nested(describe, node.args),
-            _nested(describe, tuple(sorted(node.kwargs.items()))),
-        ]
-        structure.append((node.op, node.target, *described, _describe_value(node)))
-    values = [_describe_value(node) for node in inputs]
-    if None in values or any(entry[-1] is None for entry in structure):
-        return None
-    if not all(map(_is_plain_output, outputs)):
-        return None
-    structure += values
-    structure.append(("outputs", *(position[output] for output in outputs)))
-    return Run(nodes, tuple(inputs), tuple(keys), outputs, tuple(structure))
-
-
-def _nested(describe: Callable[[Any], Any], argument: Any) -> Any:
-    """Apply a function to the leaves of nested tuples, lists, dicts and slices."""
-    if isinstance(argument, (list, tuple)):
-        return (type(argument).__name__, *(_nested(describe, a) for a in argument))
-    if isinstance(argument, dict):
-        return ("dict", *((k, _nested(describe, v)) for k, v in argument.items()))
-    if isinstance(argument, slice):
-        parts = (argument.start, argument.stop, argument.step)
-        return ("slice", *(_nested(describe, p) for p in parts))
-    return describe(argument)
-
-
-def _describe_value(node: fx.Node) -> Any:
-    """All that tracing sees of a value; None for what cannot be folded."""
-    value = node.meta.get("example_value")
-    if isinstance(value, (list, tuple)):
-        parts = tuple("None" if v is None else _describe_tensor(v) for v in value)
-        return None if None in parts else (type(value).__name__, parts)
-    return _describe_tensor(value)
-
-
-def _describe_tensor(value: Any) -> Any:
-    if not _compat.is_plain_fake(value) or _compat.has_symbolic_shape(value):
-        return None
-    layout = (tuple(value.shape), value.stride(), value.storage_offset())
-    return (*layout, value.dtype, value.device, value.requires_grad, value.is_conj())
-
-
-def _is_plain_output(node: fx.Node) -> bool:
-    """Whether a gradient of this value can be asked for in the value's own layout, if at all."""
-    value = node.meta["example_value"]
-    if not isinstance(value, Tensor):
-        return False
-    return not value.requires_grad or (value.is_contiguous() and value.is_floating_point())
 
 
 def trace_layer(
@@ -514,15 +330,28 @@ class _Copy:
             self._copies[node] = copy
         return [self._copies[node] for node in wanted]
 
-    def replace(self, call: fx.Node, values: Sequence[fx.Node], graph: fx.Graph) -> None:
-        """Put copies in the place of a call, for what is read of it."""
+    def replace(
+        self, call: fx.Node, values: Sequence[fx.Node], graph: fx.Graph
+    ) -> dict[fx.Node, fx.Node]:
+        """Put copies in the place of a call, for what is read of it.
+
+        Returns:
+            Parts of the call that the graph returns, with what it shall return instead: one by
+            one, each of a thousand gradients would go through the list of all of them.
+        """
         parts = list(call.users)
         with graph.inserting_before(call):
             copies = self.nodes([values[part.args[1]] for part in parts], graph)  # type: ignore[index]
+        returned: dict[fx.Node, fx.Node] = {}
         for part, value in zip(parts, copies, strict=True):
-            part.replace_all_uses_with(value)
-            graph.erase_node(part)
-        graph.erase_node(call)
+            part.replace_all_uses_with(value, delete_user_cb=lambda user: user.op != "output")
+            if part.users:
+                returned[part] = value
+            else:
+                graph.erase_node(part)
+        if not call.users:
+            graph.erase_node(call)
+        return returned
 
 
 def _stack_key(node: fx.Node) -> str:
@@ -535,6 +364,7 @@ def unfold(module: fx.GraphModule, folds: Folds) -> None:
     constants.record(module)
     last = max((n.meta.get("seq_nr") or 0 for n in graph.nodes), default=0)
     copies: dict[int, _Copy] = {}
+    returned: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is _FORWARD:
             inputs, number = node.args
@@ -542,12 +372,31 @@ def unfold(module: fx.GraphModule, folds: Folds) -> None:
             copy = copies[number] = _Copy(layer, run, last + 1, module)
             last += 1 + layer.last_sequence
             copy.bind(layer.placeholders[: len(inputs)], inputs)
-            copy.replace(node, layer.outputs, graph)
+            returned |= copy.replace(node, layer.outputs, graph)
         elif node.target is _BACKWARD:
             gradients, number = node.args
             layer, run = folds.layers[number]
             copy = copies[number]
             copy.bind(layer.placeholders[len(run.inputs) :], gradients)
-            copy.replace(node, layer.gradients, graph)
+            returned |= copy.replace(node, layer.gradients, graph)
+    _return(graph, returned)
     if copies:
         module.recompile()
+
+
+def _return(graph: fx.Graph, replaced: dict[fx.Node, fx.Node]) -> None:
+    """Let a graph return other nodes than some of its own, which go with the calls that they are
+    parts of."""
+    if not replaced:
+        return
+
+    def end(node: fx.Node) -> fx.Node:
+        while node in replaced:
+            node = replaced[node]
+        return node
+
+    output = graph.output_node()
+    output.args = fx.map_arg(output.args, end)
+    calls = dict.fromkeys(part.all_input_nodes[0] for part in replaced)
+    for node in (*replaced, *calls):
+        graph.erase_node(node)

@@ -16,7 +16,8 @@ from fxzero.inspect.capture import Capture
 from fxzero.passes.prefetch import default_budget
 from fxzero.runtime.account import collectives_digest
 from fxzero.runtime.executor import traffic_of
-from fxzero.schedule.problem import Inventory
+from fxzero.schedule.inventory import Inventory
+from fxzero.schedule.problem import problem_of
 from fxzero.schedule.simulate import simulate, simulate_memory
 from tests.pairwise import pairwise
 from tests.stepping import EAGER, chain_of, compiled_step, holding, step_graph
@@ -92,7 +93,7 @@ def test_the_plan_bounds_all_micro_steps() -> None:
     budgets = set()
     for graph in (steady(8, 3), steady(16, 3), unrolled(8, 3, EAGER)):
         inventory = Inventory(graph, COSTS, cut=False, fuses=False)
-        budgets.add(default_budget(inventory.problem().graph))
+        budgets.add(default_budget(problem_of(inventory).graph))
     assert len(budgets) == 1
 
 

@@ -21,7 +21,8 @@ from fxzero.graph.pieces import called, is_call, piece_of, spelled_out
 from fxzero.passes import Bucket, Prefetch, Recompute
 from fxzero.passes.outline import split_at_buckets
 from fxzero.regions.cutout import cut_out, move_parts_together, runs
-from fxzero.schedule.problem import Inventory
+from fxzero.schedule.inventory import Inventory
+from fxzero.schedule.problem import problem_of
 from tests.tracing import JOINT, OUTLINED, Build, chain, of, run, texts, trace, up_to, words
 
 
@@ -236,7 +237,7 @@ def tasks(build: Build, passes: Any, cap_bytes: int, zero: int) -> list[tuple[An
     move_parts_together(graph)
     split_at_buckets(graph)
     costs = AnalyticCosts(load_cluster("laptop"))
-    problem = Inventory(graph, costs, cut=True, fuses=True).problem()
+    problem = problem_of(Inventory(graph, costs, cut=True, fuses=True))
     return [
         (task.name, pytest.approx(task.us), task.after, sorted(task.holds, key=str))
         for task in problem.graph.tasks

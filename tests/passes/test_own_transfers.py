@@ -17,7 +17,7 @@ from fxzero.graph.stamps import stamp_of
 from fxzero.inspect.capture import fake_ranks
 from fxzero.regions.cutout import is_lowerable
 from fxzero.runtime.account import collectives_digest
-from fxzero.schedule.problem import Inventory
+from fxzero.schedule.inventory import Inventory
 from fxzero.schedule.simulate import simulate
 from fxzero.transfer import TransferKind
 from tests.parity.harness import Pools

@@ -103,4 +103,11 @@ FAULTS = (
         "return answer",
         "tests/parity/test_schedules.py::test_ranks_with_other_batches_decide_alike[step-3]",
     ),
+    Fault(
+        "what has a group of its own is gathered in the mesh's",
+        "fxzero/sharding/layout.py",
+        "replace(a, group=a.gather_group or a.group)",
+        "a",
+        "tests/parity/test_gather_group.py::test_gathers_in_a_group_of_their_own[2-1-loop]",
+    ),
 )

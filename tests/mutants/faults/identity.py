@@ -96,7 +96,7 @@ FAULTS = (
     Fault(
         "what is written to a part of a shard is lost",
         "fxzero/sharding/whole_value.py",
-        "vars(item)[_VIEW] = view",
+        "vars(item)[VIEW] = view",
         "pass",
         "tests/parity/test_writes_outside.py::test_a_write_reaches_the_shards[2]",
     ),

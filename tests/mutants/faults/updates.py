@@ -8,8 +8,8 @@ FAULTS = (
     Fault(
         "gradients are handed to other parameters",
         "passes/update.py",
-        "emitter.fused(keys, grads, index, kernel)",
-        "emitter.fused(keys, grads[::-1], index, kernel)",
+        "args = (params, together.grads, state, group,",
+        "args = (params, together.grads[::-1], state, group,",
         "verify: step",
         "which is that of",
     ),
@@ -107,5 +107,19 @@ FAULTS = (
         "[_full(torch.linalg.vector_norm(g)) for g in trained.values()]",
         "[torch.linalg.vector_norm(_local(g)) for g in trained.values()]",
         "tests/step/test_loop.py::test_several_graphs_have_the_numbers_of_one[2-3-2]",
+    ),
+    Fault(
+        "a bucket's kernel takes the first parameter's count of steps for all of them",
+        "kernels/bucket_update.py",
+        "return bool((counts == counts[0]).all())",
+        "return True",
+        "tests/kernels/test_bucket_update.py::test_parameters_that_count_apart_are_torchs",
+    ),
+    Fault(
+        "what was alike once is taken to be alike for ever",
+        "kernels/bucket_update.py",
+        "step is mine and step._version == version",
+        "True",
+        "tests/kernels/test_bucket_update.py::test_counts_that_part_later_are_seen[write]",
     ),
 )
