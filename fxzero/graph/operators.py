@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -24,11 +25,14 @@ _COPIES = {_aten.clone.default}
 def is_random(node: fx.Node) -> bool:
     """Whether running a node twice gives two results. Attention without dropout does not."""
     target = node.target
-    if not isinstance(target, OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in target.tags:
+    if not isinstance(target, OpOverload) or not _may_be_random(target):
         return False
     return _argument(node, "dropout_p") != 0
+
+
+@functools.cache
+def _may_be_random(target: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _argument(node: fx.Node, name: str) -> object:
@@ -43,7 +47,12 @@ def _argument(node: fx.Node, name: str) -> object:
 
 def writes_memory(node: fx.Node) -> bool:
     """Whether a node changes one of its inputs."""
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and _is_mutable(node.target)
+
+
+@functools.cache
+def _is_mutable(target: OpOverload) -> bool:
+    return bool(target._schema.is_mutable)
 
 
 def is_pure(node: fx.Node) -> bool:

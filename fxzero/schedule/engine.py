@@ -105,6 +105,13 @@ class TaskGraph:
         """The device's budget."""
         return self.budgets.get(Pool.DEVICE)
 
+    def within(self, budgets: Mapping[Pool, int]) -> TaskGraph:
+        """The same tasks with other budgets; what is known of them goes with them."""
+        other = TaskGraph(self.tasks, budgets, self.stretches)
+        own = vars(other).keys()
+        vars(other).update({name: known for name, known in vars(self).items() if name not in own})
+        return other
+
     def fits(self, peaks: Mapping[Pool, int]) -> bool:
         """Whether some peaks are within the budgets."""
         return all(peaks.get(pool, 0) <= most for pool, most in self.budgets.items())

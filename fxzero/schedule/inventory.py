@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -71,6 +72,8 @@ class Inventory:
         self.follower_us, self.tail_us = self._follower_costs()
         self.ending = self._endings()
         self.end_of_forward = self._end_of_forward() if cut else None
+        self.problems: dict[frozenset[str], Any] = {}
+        """What `fxzero.schedule.problem` has made of it, by the buckets that are kept."""
 
     def _first_use(self, transfer: TransferNodes) -> int | None:
         """The position of the first compute node that reads a transfer's results."""

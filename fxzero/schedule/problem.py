@@ -105,15 +105,22 @@ class Problem:
 def problem_of(
     inventory: Inventory, budget_bytes: int | None = None, kept: Collection[str] = ()
 ) -> Problem:
-    """The tasks, in the graph's own order.
+    """The tasks of an inventory, in the graph's own order; made once for what is kept.
 
     Args:
         budget_bytes: most bytes of gathered parameters and unreduced gradients at once.
         kept: buckets of backward that shall not be gathered: it reads what forward gathered.
     """
-    dropped = (
-        {i for i, t in enumerate(inventory.gathers) if t.stamp.bucket in kept} if kept else set()
-    )
+    problem = inventory.problems.get(frozenset(kept))
+    if problem is None:
+        problem = inventory.problems[frozenset(kept)] = _made(inventory, kept)
+    if budget_bytes is None:
+        return problem
+    return replace(problem, graph=problem.graph.within({Pool.DEVICE: budget_bytes}))
+
+
+def _made(inventory: Inventory, kept: Collection[str]) -> Problem:
+    dropped = {i for i, t in enumerate(inventory.gathers) if kept and t.stamp.bucket in kept}
     makes: dict[int, list[int]] = defaultdict(list)
     for r, maker in enumerate(inventory.made_by):
         makes[maker].append(r)
@@ -132,7 +139,7 @@ def problem_of(
     never_read = (i for i, use in enumerate(inventory.first_use) if use is None)
     plan += [("gather", i) for i in never_read if i not in dropped]
     plan.append(("tail", 0))
-    return _Problem(inventory, plan, makes, dropped).make(budget_bytes)
+    return _Problem(inventory, plan, makes, dropped).make()
 
 
 def _plan_reduce(
@@ -161,7 +168,7 @@ class _Problem:
     def __post_init__(self) -> None:
         self.index = {what: i for i, what in enumerate(self.plan)}
 
-    def make(self, budget_bytes: int | None) -> Problem:
+    def make(self) -> Problem:
         inventory = self.inventory
         kinds = {
             "unit": self.unit,
@@ -176,12 +183,11 @@ class _Problem:
             tasks.append(task)
             nodes.append(tuple(placed))
         units = {self.index["unit", u]: unit for u, unit in enumerate(inventory.units)}
-        budgets = {} if budget_bytes is None else {Pool.DEVICE: budget_bytes}
         holds = self.holds()
         every = tuple(replace(task, holds=tuple(holds[i])) for i, task in enumerate(tasks))
         micro_steps = self.micro_steps() if inventory.step.steady_runs > 1 else ()
         return Problem(
-            TaskGraph(every, budgets, self.stretch(micro_steps)),
+            TaskGraph(every, stretches=self.stretch(micro_steps)),
             tuple(nodes),
             joins={
                 me: tuple(

@@ -16,6 +16,7 @@ Caching allocators, code and library buffers are not counted.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,10 +25,11 @@ from typing import Any
 
 from torch import fx
 
+from fxzero._compat import OpOverload
 from fxzero.cost.workspace import piece_bytes, region_bytes, workspace_bytes
 from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
-from fxzero.graph.operators import num_bytes, tensor_bytes
+from fxzero.graph.operators import num_bytes, tensor_bytes, writes_memory
 from fxzero.graph.pieces import is_call
 from fxzero.graph.stamps import stamp_of
 from fxzero.regions.cutout import cut_out, end_of_run, runs
@@ -126,6 +128,11 @@ class _Walk:
             else:
                 self._run_node(group[0])
             for node in group:
+                if node.target is operator.getitem and node in self.storage:
+                    # It picks one of a list's tensors, and reads no other one's memory.
+                    for storage in self.storage[node]:
+                        storage.readers[node] = None
+                    continue
                 for source in node.all_input_nodes:
                     self._read(source, node)
         for storage in self.found.every:
@@ -331,14 +338,13 @@ def _waits_of(launch: fx.Node) -> list[fx.Node]:
 
 def _writes_first(node: fx.Node) -> bool:
     """Whether a node returns its first input, changed."""
-    schema = getattr(node.target, "_schema", None)
-    return bool(
-        schema is not None
-        and schema.is_mutable
-        and schema.returns
-        and schema.returns[0].alias_info is not None
-        and node.all_input_nodes
-    )
+    return writes_memory(node) and _returns_an_input(node.target) and bool(node.all_input_nodes)
+
+
+@functools.cache
+def _returns_an_input(target: OpOverload) -> bool:
+    returns = target._schema.returns
+    return bool(returns) and returns[0].alias_info is not None
 
 
 def _groups(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
