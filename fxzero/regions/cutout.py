@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from torch import fx
 
@@ -49,15 +50,21 @@ def move_parts_together(graph: StepGraph) -> None:
                     first.prepend(node)
 
 
-def is_lowerable(node: fx.Node) -> bool:
-    """Whether a node may be part of a region."""
+def is_lowerable(node: fx.Node, known: Mapping[fx.Node, bool] = MappingProxyType({})) -> bool:
+    """Whether a node may be part of a region.
+
+    Args:
+        known: what was answered before, so that a call is not looked at for each of its parts.
+    """
     if node.op != "call_function" or stamp_of(node).role is not Role.COMPUTE:
         return False
     if stamp_of(node).phase is Phase.OPTIMIZER or is_random(node):
         return False
-    if node.target is operator.getitem and not is_lowerable(node.all_input_nodes[0]):
-        return False
-    if node.target is not operator.getitem and not isinstance(node.target, (OpOverload, Piece)):
+    if node.target is operator.getitem:
+        (source,) = node.all_input_nodes
+        fits = known[source] if source in known else is_lowerable(source)
+        return fits and not is_symbolic(node.meta.get("val"))
+    if not isinstance(node.target, (OpOverload, Piece)):
         return False
     if any(source.op == "get_attr" for source in node.all_input_nodes):
         return False
@@ -67,8 +74,10 @@ def is_lowerable(node: fx.Node) -> bool:
 def runs(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
     """Maximal runs of lowerable nodes of one layer that hold more than views."""
     found: list[list[fx.Node]] = [[]]
+    known: dict[fx.Node, bool] = {}
     for node in nodes:
-        if not is_lowerable(node):
+        known[node] = is_lowerable(node, known)
+        if not known[node]:
             found.append([])
             continue
         if found[-1] and not same_region(found[-1][-1], node):
