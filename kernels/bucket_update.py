@@ -59,7 +59,7 @@ class BucketAdam:
             exp_avgs,
             exp_avg_sqs,
             steps[0],
-            lr=float(group["lr"]),
+            lr=_there(group["lr"], params[0].device),
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
@@ -84,3 +84,8 @@ class BucketAdam:
 
     def __repr__(self) -> str:
         return self.__name__
+
+
+def _there(rate: float | Tensor, device: torch.device) -> float | Tensor:
+    """A learning rate as the kernel takes it: a tensor on its device is not waited for."""
+    return rate if isinstance(rate, Tensor) and rate.device == device else float(rate)

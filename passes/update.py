@@ -164,7 +164,7 @@ class Update(DecidingPass[Updates]):
             speedup = None
             if table is not None:
                 dtype = layout.parameters[together.keys[0]].dtype
-                speedup = table.speedup(UPDATE, dtype, moved_bytes(layout, together))
+                speedup = table.speedup(UPDATE, dtype, moved_bytes(graph, layout, together))
             kernel = "fxzero" if forced or (speedup or 0.0) >= 1.0 else "torch"
             found.append(BucketUpdate(together.place, together.group, kernel, speedup))
         if UPDATE in self.kernels.force and not any(u.kernel == "fxzero" for u in found):

@@ -7,6 +7,7 @@ update.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -105,13 +106,18 @@ def fits_own_kernel(layout: OptimizerLayout, together: Together) -> bool:
     return alike and all(parameter.is_contiguous() for parameter in own)
 
 
-def moved_bytes(layout: OptimizerLayout, together: Together) -> int:
-    """What an Adam must read and write: parameters and state twice, gradients once."""
+def moved_bytes(graph: StepGraph, layout: OptimizerLayout, together: Together) -> int:
+    """What an Adam must read and write: parameters and state twice, gradients once.
+
+    On the rank with the largest shards: all ranks take the same kernel, or what each of them holds
+    in full would drift apart.
+    """
     total = 0
     for key in together.keys:
-        parameter = layout.parameters[key]
-        state = layout.optimizer.state[parameter]
-        per_element = 3 * parameter.dtype.itemsize
+        spec = graph.specs[key]
+        state = layout.optimizer.state[layout.parameters[key]]
+        per_element = 3 * spec.dtype.itemsize
         per_element += 2 * sum(state[name].dtype.itemsize for name in _STATE[:2])
-        total += local_of(parameter).numel() * per_element
+        rows = spec.chunk_rows if spec.shape else 1
+        total += rows * math.prod(spec.shape[1:]) * per_element
     return total

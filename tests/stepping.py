@@ -29,6 +29,7 @@ def compiled_step(
     *,
     zero: int = 3,
     world_size: int = 8,
+    rank: int = 0,
     optimizer: Callable[[Any], Optimizer] = torch.optim.AdamW,
     options: Mapping[str, Any] = EAGER,
     **settings: Any,
@@ -43,7 +44,7 @@ def compiled_step(
     torch._dynamo.reset()
     observers.append(keep)
     try:
-        with fake_ranks(world_size):
+        with fake_ranks(world_size, rank):
             model, batch = build()
             fxzero.shard(model, zero=zero)
             step = fxzero.compile_step(

@@ -74,6 +74,16 @@ def test_it_updates_as_torchs_kernel_does(decoupled: bool, scaled: bool) -> None
     assert int(mine.steps[0]) == STEPS - (1 if scaled else 0)
 
 
+def test_a_learning_rate_may_be_a_tensor() -> None:
+    """As a step that shall be captured needs it; it changes from step to step."""
+    mine, theirs = Bucket(), Bucket()
+    own = BucketAdam(decoupled=True)
+    for number in range(STEPS):
+        mine.update(own, number, lr=torch.tensor(0.1 / (number + 1)))
+        theirs.update(updates.adamw, number, lr=float(torch.tensor(0.1 / (number + 1))))
+    assert_alike(mine, theirs)
+
+
 def test_parameters_that_count_apart_are_torchs() -> None:
     """One was frozen for a while: its corrections are others."""
     mine, theirs = Bucket(), Bucket()

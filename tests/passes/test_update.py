@@ -180,3 +180,18 @@ def test_a_kernel_that_cannot_is_refused() -> None:
         pytest.raises(fxzero.ConfigError, match="adamw_, which does not compute AdamW"),
     ):
         compiled_step(chain_of(2), optimizer=lambda p: torch.optim.AdamW(p, amsgrad=True))
+
+
+def test_ranks_with_unequal_shards_choose_alike(tmp_path: Path) -> None:
+    """Thirteen rows on eight ranks: two, or one, or none. What all hold must not drift apart."""
+    rows = [
+        {"kernel": "adamw", "dtype": "float32", "num_bytes": n, "kernel_us": 1.0, "compiler_us": us}
+        for n, us in ((1, 0.5), (28 * 2 * 13, 3.0))
+    ]
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps({"device": "made up", "rows": rows}))
+    options = {**EAGER, "lower_kernels": {"table": str(table)}}
+    for rank in (0, 6, 7):
+        compilation = compiled_step(chain_of(2, 13), options=options, rank=rank)
+        assert compilation.joint is not None
+        assert own_updates(compilation.joint) == [True] * 2
