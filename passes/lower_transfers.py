@@ -12,6 +12,7 @@ The sum over ranks is then taken by each rank for its own rows, in rank order.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -19,7 +20,7 @@ from typing import ClassVar
 from torch import fx
 
 from fxzero.graph import StepGraph
-from fxzero.graph.aliases import view_base
+from fxzero.graph.aliases import root, view_base
 from fxzero.graph.launch import Call
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.graph.step_graph import TransferNodes
@@ -42,7 +43,9 @@ def is_own(node: fx.Node) -> bool:
 def messages_of(record: Transfer, tensors: Sequence[fx.Node]) -> tuple[Call, Call]:
     """How gloo runs a transfer: the launch and, its first argument to come, the wait."""
     sent = list(tensors)
-    own = [is_own(node) for node in sent]
+    # A gradient of two parameters (of ``a + b``, say) is sent twice, and is neither's own.
+    times = Counter(map(root, sent))
+    own = [times[root(node)] == 1 and is_own(node) for node in sent]
     launch: Call
     match record.kind:
         case TransferKind.ALL_GATHER:

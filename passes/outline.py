@@ -14,6 +14,7 @@ lets a later transfer bring a layer's last parameters, `split_at_buckets` takes 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
@@ -59,8 +60,13 @@ def read_again(graph: StepGraph) -> None:
                     read_in(graph, marker, marker, backward)
 
 
-def move_markers(graph: StepGraph) -> None:
-    """Put markers of parameters first, and those of gradients last, so that they split no run."""
+def move_markers(graph: StepGraph) -> Collection[fx.Node]:
+    """Put markers of parameters first, and those of gradients last, so that they split no run.
+
+    Returns:
+        The markers of gradients, and what is made of them: the sums for parameters that are read
+        several times. `shard_grads` takes those apart, so that they are in no piece.
+    """
     first = next((n for n in graph.graph.nodes if n.op != "placeholder"), graph.output)
     for marker in list(graph.nodes(role=Role.UNSHARD)):
         chain = [marker]
@@ -80,6 +86,7 @@ def move_markers(graph: StepGraph) -> None:
     if all(stamp_of(node).role is Role.RESHARD or is_pure(node) for node in late):
         for node in late:
             graph.output.prepend(node)
+    return late.keys()
 
 
 def split_at_buckets(graph: StepGraph) -> int:
@@ -145,12 +152,14 @@ class Outline(Pass):
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
         read_again(graph)
-        move_markers(graph)
+        late = move_markers(graph)
         move_parts_together(graph)
         before = len(graph.graph.nodes)
         # A run may go on from forward into backward: the last layer's. A call is of one of them.
-        for _, nodes in groupby(graph.nodes(), key=lambda node: stamp_of(node).segment):
-            for run in runs(nodes):
+        for (_, is_late), nodes in groupby(
+            graph.nodes(), key=lambda node: (stamp_of(node).segment, node in late)
+        ):
+            for run in runs(nodes) if not is_late else ():
                 if len(run) < LEAST_NODES:
                     continue
                 stamp = stamp_of(run[0])
