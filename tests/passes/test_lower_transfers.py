@@ -132,6 +132,32 @@ def test_a_gradient_that_something_else_reads_is_not_reduced_in_place() -> None:
     assert own == [False]
 
 
+class SumOfTwo(nn.Module):
+    """Two weights that are used as their sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(8, 8))
+        self.second = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, 8) to a scalar."""
+        return (x @ (self.first + self.second)).sum()
+
+
+@pytest.mark.parametrize(
+    ("zero", "launched"), [(0, collectives.all_reduce), (3, collectives.exchange)]
+)
+def test_one_gradient_of_two_parameters_is_neithers_own(zero: int, launched: object) -> None:
+    """A bucket that holds it twice would reduce it in place twice, or free it twice."""
+    graph = scheduled(lambda: (SumOfTwo(), (torch.randn(2, 8),)), "prefetch", zero=zero)
+    lower_all(graph)
+    (launch,) = find(graph, launched)
+    sent, *_, own = launch.args
+    assert root(sent[0]) is root(sent[1]), "the gradients are two tensors"
+    assert own == [False, False]
+
+
 def test_a_gradient_that_nothing_else_reads_is_reduced_in_place() -> None:
     """No copy of what is a temporary anyway."""
     graph = scheduled(chain(1), "prefetch", zero=0, reduce_dtype=torch.float64)
