@@ -7,6 +7,7 @@ replayed in one place, and what was decided is known afterwards.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,6 +15,7 @@ from fxzero._compat import default_store
 from fxzero.graph import StepGraph
 from fxzero.graph.digest import graph_digest
 from fxzero.schedule.agreement import agree
+from fxzero.settings import plain
 
 if TYPE_CHECKING:
     from fxzero.passes.base import Context
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
 
 class Planned(Protocol):
     """What holds decisions that were made before: see `fxzero.compiler.plan.Plan`."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The compiler's, when the decisions were made."""
+        ...
 
     def decision(self, digest: str, step: DecidingPass[Any]) -> Any:
         """What a pass shall do to the graph of a digest; None if that is to be decided."""
@@ -54,8 +61,14 @@ class Decisions:
         if not self.digest and (self.plan is not None or self.keep_digest):
             self.digest = graph_digest(graph, self.setup)
         planned = self.plan.decision(self.digest, step) if self.plan is not None else None
-        if planned is not None:
+        if planned is not None and self.plan is not None:
             self.replayed.add(step.name)
+            before = self.plan.settings.get(step.name)
+            if before is not None and plain(step) != before and step != type(step)():
+                ctx.warnings.append(
+                    f"{step} has no effect: the plan decides, which was made with {before}. Drop "
+                    f"{step.name} from the plan to decide it anew, or the setting."
+                )
         decision = planned if planned is not None else step.decide(graph, ctx)
         question = step.question(graph, ctx) if default_store() is not None else ""
         if question:

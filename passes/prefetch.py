@@ -249,7 +249,12 @@ def _kept(graph: StepGraph, names: Sequence[str]) -> list[TransferNodes]:
     for name in names:
         if name not in candidates:
             known = ", ".join(candidates) or "none"
-            raise ConfigError(f"the plan keeps bucket {name!r}, and could keep: {known}")
+            raise ConfigError(
+                f"the plan keeps bucket {name!r}, and could keep: {known}. Where buckets were "
+                "changed, drop prefetch: it is then decided anew."
+            )
+    if len({*names}) < len(names):
+        raise ConfigError(f"the plan keeps a bucket twice: {', '.join(names)}")
     return [candidates[name] for name in names]
 
 

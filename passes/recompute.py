@@ -182,6 +182,11 @@ class Recompute(DecidingPass[Repetitions]):
             for name in value.nodes:
                 if name not in nodes:
                     raise ConfigError(f"the plan repeats {name!r}, which is no forward node")
+            if value.value not in value.nodes:
+                raise ConfigError(
+                    f"the plan repeats {', '.join(value.nodes) or 'nothing'} for {value.value!r}, "
+                    "which is not among them: a value is the last of its nodes"
+                )
             first = repeat_in_backward(
                 graph, [nodes[name] for name in value.nodes], made, before=first
             )

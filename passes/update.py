@@ -168,15 +168,15 @@ class Update(DecidingPass[Updates]):
             kernel = "fxzero" if forced or (speedup or 0.0) >= 1.0 else "torch"
             found.append(BucketUpdate(together.place, together.group, kernel, speedup))
         if UPDATE in self.kernels.force and not any(u.kernel == "fxzero" for u in found):
+            where = f"on {layout.name}"
+            if self.replayed:
+                where = "in a step that a CUDA graph replays"
+            elif not layout.kernels:
+                where += ", whose own step() runs here"
             ctx.warnings.append(
-                f"lower_kernels.force={self.kernels.force!r}: {UPDATE} has no effect "
-                + (
-                    "in a step that a CUDA graph replays."
-                    if self.replayed
-                    else f"on {layout.name}."
-                )
-                + " It computes Adam and AdamW without amsgrad or maximize, on contiguous "
-                "parameters in float32, bfloat16 or float64 whose steps the host can count."
+                f"lower_kernels.force={self.kernels.force!r}: {UPDATE} has no effect {where}. It "
+                "computes Adam and AdamW without amsgrad or maximize, on contiguous parameters in "
+                "float32, bfloat16 or float64 whose steps the host can count."
             )
         return Updates(tuple(found))
 

@@ -109,10 +109,16 @@ def inspect(
     ] = None,
     step: Annotated[
         bool,
-        typer.Option(
-            "--step", help="Compile the whole step: compile_step with AdamW, clipped to norm 1."
-        ),
+        typer.Option("--step", help="Compile the whole step: compile_step with AdamW."),
     ] = False,
+    clip_grad_norm: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="With --step: the norm that gradients are clipped to, as in your compile_step; 0 "
+            "does not clip.",
+        ),
+    ] = 1.0,
     micro_batches: Annotated[
         int,
         typer.Option(min=1, max=1024, help="With --step: equal parts that each batch is split in."),
@@ -177,6 +183,7 @@ def inspect(
         check_companions(
             {
                 "--micro-batches": (micro_batches > 1, "--step", step),
+                "--clip-grad-norm": (clip_grad_norm != 1.0, "--step", step),
                 "--inference": (inference, "no --step", not step),
                 "--reduce-dtype": (reduce_dtype is not None, "no --inference", not inference),
             }
@@ -199,6 +206,7 @@ def inspect(
             training=not inference,
             step=step,
             micro_batches=micro_batches,
+            clip_grad_norm=clip_grad_norm or None,
             options=config,
         )
         if trace is not None:

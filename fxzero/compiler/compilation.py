@@ -14,7 +14,7 @@ from torch import fx
 from fxzero import _compat
 from fxzero.capture.fold_layers import Folds, unfold
 from fxzero.compiler.config import Config
-from fxzero.compiler.pipelines import Pipelines
+from fxzero.compiler.pipelines import DECIDING, Pipelines
 from fxzero.compiler.plan import Plan
 from fxzero.compiler.run import PassRecord, run_passes
 from fxzero.errors import ConfigError, FxZeroWarning
@@ -59,7 +59,7 @@ class Compilation:
 
     def __post_init__(self) -> None:
         if self.config.plan:
-            self.context.decisions.plan = Plan.read(self.config.plan)
+            self.context.decisions.plan = Plan.read(self.config.plan, DECIDING)
         for observe in observers:
             observe(self)
 

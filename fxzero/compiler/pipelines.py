@@ -34,6 +34,7 @@ from fxzero.passes import (
     StampNodes,
     Update,
 )
+from fxzero.passes.decision import DecidingPass
 
 SCHEDULING: tuple[type[Pass], ...] = (
     StampNodes,
@@ -55,6 +56,9 @@ LOWERING: tuple[type[Pass], ...] = (
     DrawMasks,
     LowerRegions,
 )
+
+DECIDING = tuple(kind.name for kind in SCHEDULING + LOWERING if issubclass(kind, DecidingPass))
+"""The passes whose decisions a plan holds, by name."""
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ somebody has changed is taken as it stands, if it can be.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fxzero.errors import ConfigError
+from fxzero.errors import ConfigError, nearest
 from fxzero.passes.decision import DecidingPass
 from fxzero.passes.decisions import Decisions
 from fxzero.settings import plain
@@ -54,8 +54,11 @@ class Plan:
         return Plan(graphs, costs=costs, settings=plain(settings))
 
     @staticmethod
-    def read(path: str) -> Plan:
+    def read(path: str, passes: Collection[str]) -> Plan:
         """Read a file.
+
+        Args:
+            passes: those that decide, by name.
 
         Raises:
             ConfigError: it cannot be read, or is no plan.
@@ -67,7 +70,9 @@ class Plan:
         except ValueError as error:
             raise ConfigError(f"plan={path!r} is no JSON: {error}") from None
         form = data.get("format") if isinstance(data, dict) else None
-        if form != FORMAT or not isinstance(data.get("graphs"), dict):
+        if form == FORMAT and not isinstance(data.get("graphs"), dict):
+            raise ConfigError(f"plan={path!r}: graphs are no mapping from digests to decisions")
+        if form != FORMAT:
             raise ConfigError(
                 f"plan={path!r} is no plan of format {FORMAT} (found {form!r}). Write one with "
                 "fxzero inspect TARGET --plan FILE."
@@ -75,6 +80,9 @@ class Plan:
         for digest, decisions in data["graphs"].items():
             if not isinstance(decisions, dict):
                 raise ConfigError(f"plan={path!r}: graph {digest} has no decisions by pass")
+            for name in decisions:
+                if name not in passes:
+                    raise ConfigError(f"plan={path!r}: {digest}.{name}: {nearest(name, passes)}")
         return Plan(data["graphs"], path, str(data.get("costs", "")), data.get("settings", {}))
 
     def write(self, path: Path) -> None:
@@ -107,8 +115,9 @@ class Plan:
             known = ", ".join(self.graphs) or "none"
             raise ConfigError(
                 f"plan={self.source!r} is of other graphs ({known}) than this one ({digest}): "
-                "another model, batch, world size, ZeRO stage or version. Write it again with "
-                "fxzero inspect, or drop the plan."
+                "another model, loss, batch, world size, ZeRO stage, norm to clip to or version. "
+                "Write it again with fxzero inspect (--step --clip-grad-norm … for a compiled "
+                "step), or drop the plan."
             )
         if step.name not in decisions:
             return None

@@ -24,8 +24,9 @@ from fxzero.compiler.plan import Plan
 from fxzero.errors import CaptureError, ConfigError
 from fxzero.inspect.target import Batch, model_and_batch
 from fxzero.regions.region import regions_to_look_at
+from fxzero.sharding.precision import Precision
 from fxzero.sharding.shard import shard
-from fxzero.step import compile_step
+from fxzero.step.train_step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def capture(
     training: bool = True,
     step: bool = False,
     micro_batches: int = 1,
+    clip_grad_norm: float | None = 1.0,
 ) -> Capture:
     """Compile one step of a model for `world_size` ranks.
 
@@ -105,8 +107,9 @@ def capture(
         options: the backend's. Regions are formed, and not compiled: nothing will run.
         training: also compile backward, from the model's loss: a scalar output, its
             ``loss``, or else the sum of its first output.
-        step: compile the whole step by `fxzero.compile_step`, with AdamW and clipping.
+        step: compile the whole step, as `fxzero.compile_step` does, with AdamW.
         micro_batches: of a whole step.
+        clip_grad_norm: of a whole step; None does not clip.
 
     Raises:
         CaptureError: the model has nothing to train, or its step cannot be traced.
@@ -126,7 +129,7 @@ def capture(
             num_parameters = sum(p.numel() for p in model.parameters())
             shard(model, zero, mesh=mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
             if step:
-                _run_step(model, batch, micro_batches, settings)
+                _run_step(model, batch, micro_batches, clip_grad_norm, settings)
             else:
                 _run(model, batch, training, settings)
     reset_dynamo()
@@ -182,26 +185,24 @@ def _run(model: nn.Module, batch: Batch, training: bool, config: Config) -> None
         loss.backward()
 
 
-class _Loss(nn.Module):
-    """A model that returns its loss."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return scalar_of(self.model(*args, **kwargs))
-
-
-def _run_step(model: nn.Module, batch: Batch, micro_batches: int, config: Config) -> None:
-    """Compile a whole step by running it."""
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    step = compile_step(
-        _Loss(model),
-        optimizer,
+def _run_step(
+    model: nn.Module,
+    batch: Batch,
+    micro_batches: int,
+    clip_grad_norm: float | None,
+    config: Config,
+) -> None:
+    """Compile a whole step by running it: the graph that `compile_step` makes of the same model."""
+    step = TrainStep(
+        model,
+        torch.optim.AdamW(model.parameters(), fused=True),
+        None,
         micro_batches=micro_batches,
-        clip_grad_norm=1.0,
-        options=config,
+        clip_grad_norm=clip_grad_norm,
+        precision=Precision(),
+        scheduler=None,
+        config=config,
+        find_loss=scalar_of,
     )
     try:
         step(*batch.args, **batch.kwargs)

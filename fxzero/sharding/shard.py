@@ -96,6 +96,9 @@ def shard(
         broadcast_buffers: buffers that a forward changes, such as BatchNorm's statistics,
             become rank 0's after it, as in ``DistributedDataParallel``. False lets every rank
             keep its own.
+        gather_group: gather parameters in a process group of their own, over the same ranks. On
+            NCCL it has a stream of its own, so that a gather need not wait behind the reduces
+            that were launched before it, and buffers of its own. At stage 0 nothing is gathered.
 
     Returns:
         The same module. In a single process nothing is split and nothing communicates.
@@ -108,7 +111,7 @@ def shard(
     let_anomaly_mode_read_dtensors()
     collect_only_new_objects_in_dynamo()
     ignored_ids = {id(parameter) for parameter in ignored}
-    _check(model, zero, param_dtype, reduce_dtype, ignored_ids, mesh)
+    _check(model, zero, param_dtype, reduce_dtype, ignored_ids, mesh, gather_group)
     mesh = resolve_mesh(mesh, _device_type(model, mesh))
     if mesh is not None:
         _compare_ranks(model, mesh, zero, param_dtype, reduce_dtype, len(ignored_ids), gather_group)
@@ -247,12 +250,15 @@ def _check(
     reduce_dtype: torch.dtype | None,
     ignored_ids: set[int],
     mesh: DeviceMesh | None,
+    gather_group: bool,
 ) -> None:
     """Refuse what cannot be sharded, before anything is touched."""
     if not isinstance(model, nn.Module):
         raise ShardingError(f"fxzero.shard takes an nn.Module, not {type(model).__name__}")
     if type(zero) is not int or zero not in (0, 1, 2, 3):
         raise ShardingError(f"zero={zero!r} is no ZeRO stage. Pass 0, 1, 2 or 3.")
+    if type(gather_group) is not bool:
+        raise ShardingError(f"gather_group={gather_group!r} is neither True nor False")
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ShardingError(f"{name}={dtype!r} is no floating-point torch.dtype")

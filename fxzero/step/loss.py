@@ -16,6 +16,7 @@ def loss_function(
     loss_fn: Callable[[Any, Any], Tensor] | None,
     micro_batches: int,
     fp32_loss: bool,
+    find_loss: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
     """The loss of the first of some micro-batches, as a function of the whole batch.
 
@@ -23,7 +24,9 @@ def loss_function(
         loss_fn: gets the model's output and the batch's last argument; None if the model returns
             its loss.
         fp32_loss: whether `loss_fn` gets a low-precision output as fp32.
+        find_loss: what finds the loss in the model's output, if not `loss_of`.
     """
+    find = find_loss or loss_of
 
     def first(value: Any) -> Any:
         if isinstance(value, Tensor) and value.dim() > 0:
@@ -40,7 +43,7 @@ def loss_function(
         if micro_batches > 1:
             batch, kwargs = pytree.tree_map(first, (batch, kwargs))
         if loss_fn is None:
-            found = loss_of(model(*batch, **kwargs))
+            found = find(model(*batch, **kwargs))
         else:
             output = model(*batch[:-1], **kwargs)
             if fp32_loss:

@@ -134,7 +134,14 @@ class TrainStep:
         precision: Precision,
         scheduler: LRScheduler | None,
         config: Config,
+        find_loss: Callable[[Any], Any] | None = None,
     ) -> None:
+        """See `compile_step`.
+
+        Args:
+            find_loss: what finds the loss in what the model returns, for those who look at models
+                that return something else.
+        """
         self.model = model = getattr(model, "_orig_mod", model)
         self.optimizer = optimizer = unwrapped(optimizer, "optimizer", Optimizer)
         self.scheduler = scheduler = unwrapped(scheduler, "scheduler", LRScheduler)
@@ -167,6 +174,7 @@ class TrainStep:
         self._parameters = parameters
         self._modules = list(model.modules())
         self._loss_fn = loss_fn
+        self._find_loss = find_loss
         self._fp32_loss = precision.fp32_loss
         self._structure: object = None
         self._loss: Callable[..., Any] | None = None
@@ -378,7 +386,7 @@ class TrainStep:
     def _loss_function(self, whole: bool = False) -> Any:
         """What Dynamo traces: the loss of the first micro-batch, or of the `whole` batch."""
         count = 1 if whole else self._micro_batches
-        return loss_function(self.model, self._loss_fn, count, self._fp32_loss)
+        return loss_function(self.model, self._loss_fn, count, self._fp32_loss, self._find_loss)
 
     def _new_layout(self) -> OptimizerLayout:
         """What updates which parameter."""

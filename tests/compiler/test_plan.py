@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from fxzero.graph import Role, StepGraph
 from fxzero.inspect import Capture, capture
 from fxzero.sharding.shard import model_state
 from tests.parity.harness import Pools
+from tests.stepping import compiled_step
 from tests.tracing import chain, scheduled
 
 DEPTH, WIDTH = 4, 64
@@ -99,7 +101,8 @@ def test_a_plan_replays_to_the_letter(tmp_path: Path, zero: int, step: bool) -> 
     other = {"bucket": {"cap_bytes": 1}, "prefetch": {"distance": 0}, "recompute": {"max_nodes": 0}}
     # At stage 0 every layer has its own bucket and nothing to gather: all settings agree.
     assert zero == 0 or text(captured(other, zero=zero, step=step)) != text(first)
-    again = captured({**other, "plan": str(path)}, zero=zero, step=step)
+    with pytest.warns(fxzero.FxZeroWarning, match="has no effect: the plan decides"):
+        again = captured({**other, "plan": str(path)}, zero=zero, step=step)
     assert text(again) == text(first)
 
 
@@ -127,7 +130,7 @@ def test_a_plan_in_which_one_micro_step_differs(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     data = written(path, captured(**LONG))
     order = only_graph(data)["prefetch"]["order"]
-    place = order.index("model.layers.1 forward #4")
+    place = order.index("layers.1 forward #4")
     assert [name.split(".")[0] for name in order[place - 2 : place]] == ["gather", "reduce"]
     order[place - 1], order[place - 2] = order[place - 2], order[place - 1]
     with pytest.raises(ConfigError, match=r"its graph holds 5 micro-steps.*Order every micro-step"):
@@ -154,6 +157,48 @@ def test_a_plan_of_too_few_micro_steps(tmp_path: Path) -> None:
     only_graph(data)["accumulate"]["micro_steps"] = 3
     with pytest.raises(ConfigError, match="of 8 micro-batches the graph holds 5 or 8"):
         replayed(path, data, **LONG)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_the_plan_of_a_step_is_of_the_users_own(tmp_path: Path, clip: float | None) -> None:
+    """What inspect compiles is what `compile_step` makes of the same model, layer for layer."""
+    path = tmp_path / "plan.json"
+    build = chain(DEPTH, WIDTH, 8)
+    found = capture(
+        lambda: with_loss(build),
+        zero=3,
+        world_size=8,
+        step=True,
+        micro_batches=2,
+        clip_grad_norm=clip,
+        options=SMALL,
+    )
+    written(path, found)
+    compilation = compiled_step(
+        lambda: with_loss(build),
+        options={**SMALL, "plan": str(path)},
+        optimizer=lambda p: torch.optim.AdamW(p, fused=True),
+        micro_batches=2,
+        clip_grad_norm=clip,
+    )
+    decisions = compilation.context.decisions
+    assert decisions.replayed == set(decisions.made)
+    with pytest.raises(ConfigError, match=r"is of other graphs .* norm to clip to"):
+        compiled_step(
+            lambda: with_loss(build),
+            options={**SMALL, "plan": str(path)},
+            micro_batches=2,
+            clip_grad_norm=2.0,
+        )
+
+
+def test_a_setting_beside_a_plan_is_said_to_have_no_effect(tmp_path: Path) -> None:
+    """The plan decides; what it was made with is no news."""
+    path = tmp_path / "plan.json"
+    written(path, captured())
+    captured({**SMALL, "plan": str(path)})
+    with pytest.warns(fxzero.FxZeroWarning, match="distance=3.* has no effect: the plan decides"):
+        captured({**SMALL, "plan": str(path), "prefetch": {"distance": 3}})
 
 
 def test_it_says_by_what_it_was_decided(tmp_path: Path) -> None:
@@ -265,6 +310,19 @@ def lose_a_parameter(d: Data) -> None:
     d["bucket"]["buckets"][0]["params"] = []
 
 
+def repeat_for_nobody(decisions: Data) -> None:
+    decisions["recompute"]["values"][0]["value"] = "nobody"
+
+
+def keep_twice(decisions: Data) -> None:
+    kept = [b["name"] for b in decisions["bucket"]["buckets"] if b["name"].startswith("gather.b")]
+    decisions["prefetch"]["kept"] = kept[:1] * 2
+
+
+def misspell_a_pass(decisions: Data) -> None:
+    decisions["bukcet"] = decisions["bucket"]
+
+
 def repeat_what_is_not_there(d: Data) -> None:
     d["recompute"]["values"][0]["nodes"] = ["nothing"]
 
@@ -290,6 +348,9 @@ def use_text_for_a_number(d: Data) -> None:
         (keep_nothing_there_is, r"keeps bucket 'gather.backward.99', and could keep: gather"),
         (lose_a_parameter, r"must carry each of 4 parameters once; look at layers\.\d\.weight"),
         (repeat_what_is_not_there, r"repeats 'nothing', which is no forward node"),
+        (repeat_for_nobody, r"for 'nobody', which is not among them"),
+        (keep_twice, r"keeps a bucket twice: gather"),
+        (misspell_a_pass, r"bukcet: did you mean 'bucket'"),
         (misspell, r"has no setting 'budget': did you mean 'budget_bytes'"),
         (leave_out_a_key, r"prefetch lacks 'order'"),
         (use_text_for_a_number, r"axis='0' must be a whole number"),
@@ -313,6 +374,7 @@ def test_decisions_that_cannot_be(
         ("{", "is no JSON"),
         ("[]", "is no plan of format 1"),
         ('{"format": 2, "graphs": {}}', r"is no plan of format 1 \(found 2\)"),
+        ('{"format": 1, "graphs": []}', "graphs are no mapping from digests to decisions"),
         ('{"format": 1, "graphs": {"00": []}}', "graph 00 has no decisions by pass"),
     ],
 )
@@ -448,7 +510,9 @@ def compile_again(plan: str) -> list[int]:
             torch._dynamo.reset()
             run = torch.compile(model, backend="fxzero", options=options)
             before = state.traffic.num_gathers
-            loss = run(torch.randn(4, 16, dtype=torch.float64))
+            with warnings.catch_warnings():  # that the plan decides, not the setting
+                warnings.simplefilter("ignore", fxzero.FxZeroWarning)
+                loss = run(torch.randn(4, 16, dtype=torch.float64))
             counts.append(state.traffic.num_gathers - before)
             loss.backward()
     return counts
