@@ -61,15 +61,6 @@ def _forget_what_dynamo_compiled() -> None:
     garbage.freeze()
 
 
-@pytest.fixture(autouse=True)
-def _freeze_what_a_test_has_left() -> Iterator[None]:
-    """The next test's collections do not walk through what this one has imported and compiled."""
-    before = garbage.full_collections()
-    yield
-    if garbage.full_collections() > before:  # one that compiles nothing asks for none
-        garbage.freeze()
-
-
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pools]:
     """``ranks(2).run(fn, *args)``: call a function on two gloo processes."""

@@ -23,12 +23,6 @@ def _something() -> int:
     return 1
 
 
-def full_collections() -> int:
-    """How many collections of everything that is not frozen there have been."""
-    collections: int = gc.get_stats()[-1]["collections"]
-    return collections
-
-
 def keep_house_less_often() -> None:
     """Leave out what takes time in each of some thousand compilations, and changes no result.
 
