@@ -74,8 +74,10 @@ from fxzero._compat.dynamo import (
     recompile_limit_error,
     register_entry_point,
     reset_dynamo,
+    write_no_asserts_without_symbols,
 )
 from fxzero._compat.fakes import (
+    empty_fake,
     fake_mode_of,
     fake_mode_of_tensor,
     fake_tensors,
@@ -165,6 +167,7 @@ __all__ = [
     "differentiable_local",
     "dtensor_like",
     "dtensor_of",
+    "empty_fake",
     "extract_forward_backward",
     "fake_mode_of",
     "fake_mode_of_tensor",
@@ -249,4 +252,5 @@ __all__ = [
     "use_count",
     "version_of",
     "without_torch_function",
+    "write_no_asserts_without_symbols",
 ]

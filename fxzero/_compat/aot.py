@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxzero._compat.fakes import let_fakes_have_dtypes_of_real_ones
+from fxzero._compat.fakes import (
+    let_fakes_have_dtypes_of_real_ones,
+    let_fakes_say_their_device_at_once,
+)
 from fxzero.errors import CaptureError
 
 
@@ -27,6 +30,7 @@ def aot_compile(
     from torch._dynamo.backends.common import aot_autograd
 
     let_fakes_have_dtypes_of_real_ones()
+    let_fakes_say_their_device_at_once()
     compiler = aot_autograd(
         fw_compiler=forward,
         bw_compiler=backward,

@@ -71,6 +71,41 @@ def let_fakes_have_dtypes_of_real_ones() -> None:
             return result, logarithms.double() if query.dtype == torch.float64 else logarithms
 
 
+@functools.cache
+def let_fakes_say_their_device_at_once() -> None:
+    """Answer a question of AOTAutograd's, one for each input and trace, without its detours.
+
+    Which device a fake tensor claims to be on goes through functionalization and four modes, 0.2 ms
+    each time (torch 2.11 to 2.13), and comes out as the attribute that it is.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    answer = FunctionalTensorMode.__torch_dispatch__
+    device = torch.ops.prim.device.default
+
+    @functools.wraps(answer)
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is device and type(args[0]) is FakeTensor:
+            if not args[0].fake_mode.in_kernel_invocation:
+                return args[0].fake_device
+        return answer(self, func, types, args, kwargs)
+
+    FunctionalTensorMode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
+
+
+def empty_fake(like: torch.Tensor, mode: Any) -> torch.Tensor:
+    """A fake tensor in a mode, with the layout of another one and memory of its own.
+
+    What ``torch.empty_strided`` makes inside of the mode, at a third of its time.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+    with in_kernel_invocation_manager(mode):
+        meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    return FakeTensor(mode, meta, like.device)
+
+
 def no_value_error() -> type[Exception]:
     """What asking a fake tensor for its value raises."""
     from torch._subclasses.fake_tensor import DataDependentOutputException

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
+from fxzero._compat.fakes import empty_fake
 from fxzero._compat.layer_calls import Call, Trace
 from fxzero._compat.traced_objects import moved_to, value_at
 
@@ -87,12 +88,8 @@ def _copy_input(node: fx.Node, source: Any, tx: Any) -> fx.Node:
     proxy.node.meta["grapharg"] = GraphArg(source, value, False, example)
     if isinstance(value, DTensor):
         _take_context(contexts, like.example._local_tensor, value._local_tensor)
-        local = example._local_tensor
-        with output.fake_mode:  # the example is another parameter's
-            own = torch.empty_strided(
-                local.shape, local.stride(), dtype=local.dtype, device=local.device
-            )
-        proxy.node.meta["fxzero_local"] = own
+        # The example is another parameter's.
+        proxy.node.meta["fxzero_local"] = empty_fake(example._local_tensor, output.fake_mode)
     return proxy.node
 
 

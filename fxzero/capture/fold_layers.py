@@ -190,8 +190,10 @@ def trace_layer(
     graph.output(tuple(copies[output] for output in run.outputs))
     examples = [node.meta["example_value"] for node in run.inputs]
     joint = torch.is_grad_enabled() and any(run.differentiable)
-    with fake_mode:  # Dynamo traced in another one
-        inputs = [_like(v).requires_grad_(v.requires_grad and joint) for v in examples]
+    # Dynamo traced in another mode.
+    inputs = [
+        _compat.empty_fake(v, fake_mode).requires_grad_(v.requires_grad and joint) for v in examples
+    ]
     run_layer = _compat.interpreted(fx.GraphModule(nn.Module(), graph))
     traced = _compat.trace_joint(run_layer, inputs, decompositions, joint, fake_mode)
     if traced is None:
@@ -266,7 +268,8 @@ def _backward_fake(grads: list[Tensor], number: int) -> list[Tensor]:
 
 
 def _like(value: Tensor) -> Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    """A layer was traced in the mode in which the whole graph is."""
+    return _compat.empty_fake(value, _compat.fake_mode_of_tensor(value))
 
 
 _library = torch.library.Library("fxzero", "FRAGMENT")

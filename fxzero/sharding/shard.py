@@ -24,6 +24,7 @@ from fxzero._compat import (
     keep_layout,
     let_anomaly_mode_read_dtensors,
     return_free_memory,
+    write_no_asserts_without_symbols,
 )
 from fxzero.errors import FxZeroWarning, ShardingError
 from fxzero.ranks import watch
@@ -110,6 +111,7 @@ def shard(
     """
     let_anomaly_mode_read_dtensors()
     collect_only_new_objects_in_dynamo()
+    write_no_asserts_without_symbols()
     ignored_ids = {id(parameter) for parameter in ignored}
     _check(model, zero, param_dtype, reduce_dtype, ignored_ids, mesh, gather_group)
     mesh = resolve_mesh(mesh, _device_type(model, mesh))
