@@ -11,7 +11,7 @@ micro-batches the graph holds five: see `fxzero.graph.steady`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -46,7 +46,7 @@ def take_rows(graph: StepGraph, unrolled: int) -> None:
             view = graph.call(
                 _aten.slice.Tensor,
                 (batch, 0, index * rows, (index + 1) * rows),
-                stamp=replace(stamp_of(node), role=Role.ROWS, made_by="accumulate"),
+                stamp=stamp_of(node).but(role=Role.ROWS, made_by="accumulate"),
             )
         node.replace_all_uses_with(view)
         graph.graph.erase_node(node)
@@ -71,7 +71,7 @@ def repeat_micro_step(
             copy = copy_node(graph.graph, node, lambda n: copies.get(n, n))
             if node.target is _MICRO_BATCH:
                 copy.args = (copy.args[0], micro_step, copy.args[2])
-            set_stamp(copy, replace(stamp_of(node), micro_step=micro_step))
+            set_stamp(copy, stamp_of(node).but(micro_step=micro_step))
             copies[node] = copy
     return copies
 
@@ -80,7 +80,7 @@ def add_up(graph: StepGraph, terms: list[fx.Node]) -> fx.Node:
     """Say that a gradient is the sum of what the micro-steps give; see `shard_grads`."""
     total = terms[0]
     for term in terms[1:]:
-        stamp = replace(stamp_of(term), role=Role.ACCUMULATE, made_by="accumulate")
+        stamp = stamp_of(term).but(role=Role.ACCUMULATE, made_by="accumulate")
         with graph.graph.inserting_before(graph.output), graph.made_for(term):
             total = graph.call(_aten.add.Tensor, (total, term), stamp=stamp)
     return total

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from fxzero._compat import set_args
 from fxzero.cost.model import CostModel
 from fxzero.errors import ConfigError
 from fxzero.graph import Lane, Phase, Segment, StepGraph
@@ -117,12 +118,12 @@ def merge(graph: StepGraph, transfers: list[TransferNodes], name: str) -> None:
     """Make one transfer of several. A gather moves to the first, a reduce to the last."""
     for transfer in transfers:
         for node in (*transfer.prepare, *transfer.parts, *transfer.finish):
-            set_stamp(node, replace(stamp_of(node), bucket=name))
+            set_stamp(node, stamp_of(node).but(bucket=name))
     if len(transfers) > 1:
         _fuse(graph, transfers, name)
     else:
         for node in (transfers[0].launch, transfers[0].wait):
-            set_stamp(node, replace(stamp_of(node), bucket=name))
+            set_stamp(node, stamp_of(node).but(bucket=name))
 
 
 def _fuse(graph: StepGraph, transfers: list[TransferNodes], name: str) -> None:
@@ -135,7 +136,7 @@ def _fuse(graph: StepGraph, transfers: list[TransferNodes], name: str) -> None:
             for node in transfer.prepare:
                 anchor.prepend(node)
     params = tuple(key for t in transfers for key in t.stamp.params)
-    stamp = replace(transfers[0].stamp, params=params, bucket=name, made_by="bucket")
+    stamp = transfers[0].stamp.but(params=params, bucket=name, made_by="bucket")
     record = transfers[0].record.joined(*(t.record for t in transfers[1:]))
     with graph.graph.inserting_before(anchor), graph.made_for(anchor):
         sent = [node for t in transfers for node in t.tensors]
@@ -147,7 +148,7 @@ def _fuse(graph: StepGraph, transfers: list[TransferNodes], name: str) -> None:
     behind = joined
     for index, part in enumerate(old):
         behind.append(part)
-        part.args = (joined, index)
+        set_args(part, (joined, index))
         behind = part
     for transfer in transfers:
         graph.graph.erase_node(transfer.wait)
@@ -178,7 +179,7 @@ def join_releases(graph: StepGraph) -> int:
         last = nodes[-1]
         last.args = ([t for n in nodes for t in n.args[0]],)  # type: ignore[union-attr]
         params = tuple(k for n in nodes for k in stamp_of(n).params)
-        set_stamp(last, replace(stamp_of(last), params=params, bucket=bucket))
+        set_stamp(last, stamp_of(last).but(params=params, bucket=bucket))
         for node in nodes[:-1]:
             graph.graph.erase_node(node)
     return len(by_bucket)

@@ -11,7 +11,7 @@ computes dropout in these three operations; a CUDA kernel does it in one.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -56,7 +56,7 @@ def draw_first(graph: StepGraph, node: fx.Node) -> None:
     assert isinstance(source, fx.Node)
     assert isinstance(rate, (int, float))
     value: torch.Tensor = source.meta["val"]
-    stamp = replace(stamp_of(node), made_by="draw_masks")
+    stamp = stamp_of(node).but(made_by="draw_masks")
     assert graph.fake_mode is not None
     with graph.fake_mode:
         like = value.new_empty(value.shape, dtype=torch.bool)

@@ -12,7 +12,7 @@ whose transfers the host runs anyway; a GPU would have to be waited for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -70,7 +70,7 @@ def take_ahead(graph: StepGraph, transfer: TransferNodes, shards: list[fx.Node])
     rank = resolve_process_group(record.group).rank()
     prepare = preparation(transfer, shards)
     ahead = Ahead(prepare, record.size, record.group, rank, launch.name)
-    stamp = replace(stamp_of(launch), made_by="gather_ahead")
+    stamp = stamp_of(launch).but(made_by="gather_ahead")
     with graph.graph.inserting_before(launch), graph.made_for(launch):
         take = graph.call(
             Take(ahead), tuple(shards), stamp=stamp, name=launch.name, value=launch.meta["val"]

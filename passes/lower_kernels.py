@@ -16,7 +16,7 @@ large. Backward kernels stand where the first of the gradients was computed.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -74,7 +74,7 @@ def _replace(graph: StepGraph, found: FoundIdiom, made: fx.Graph | None) -> str:
         meta = {k: v for k, v in origin.meta.items() if k not in ("val", "fxzero_work")}
         copies[node].meta = {**meta, "val": node.meta.get("val")}
         stamp = stamp_of(origin)
-        set_stamp(copies[node], replace(stamp, made_by="lower_kernels"))
+        set_stamp(copies[node], stamp.but(made_by="lower_kernels"))
     inside = set(found.nodes)
     for old, result in pairs:
         assert result is not None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
@@ -61,7 +61,7 @@ def lower_run(graph: StepGraph, cutout: Cutout, structure: Structure) -> None:
     """Replace a run by one call."""
     region = Region(cutout.name, structure, cutout.key)
     last = cutout.run[-1]
-    stamp = replace(stamp_of(last), role=Role.REGION, lane=Lane.COMPUTE, made_by="lower_regions")
+    stamp = stamp_of(last).but(role=Role.REGION, lane=Lane.COMPUTE, made_by="lower_regions")
     with graph.graph.inserting_after(last):
         call = create_node(
             graph.graph, "call_function", region, tuple(cutout.inputs), {}, cutout.name
@@ -73,7 +73,7 @@ def lower_run(graph: StepGraph, cutout: Cutout, structure: Structure) -> None:
     end = call
     for i, node in enumerate(cutout.outputs):
         node.target, node.args, node.kwargs = operator.getitem, (call, i), {}
-        set_stamp(node, replace(stamp, role=Role.PART))
+        set_stamp(node, stamp.but(role=Role.PART))
         end.append(node)
         end = node
     kept = set(cutout.outputs)

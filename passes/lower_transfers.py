@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
@@ -72,7 +72,7 @@ def lower_transfer(transfer: TransferNodes) -> None:
         (transfer.wait, (wait_call[0], (transfer.launch, *wait_call[1]))),
     ):
         node.target, node.args = function, arguments
-        set_stamp(node, replace(stamp_of(node), made_by="lower_transfers"))
+        set_stamp(node, stamp_of(node).but(made_by="lower_transfers"))
 
 
 def runs_on_gloo(transfer: TransferNodes) -> bool:

@@ -163,9 +163,9 @@ class Prefetch(DecidingPass[Order]):
 
     def question(self, graph: StepGraph, ctx: Context) -> str:
         """Ranks order alike where they have the same tasks, whatever those take there."""
-        tasks = problem_of(self._inventory(graph, ctx)).graph.tasks
-        names = [f"{task.name} {task.after}" for task in tasks]
-        return "\n".join([*names, *(str(t.record.kind) for t in graph.transfers())])
+        inventory = self._inventory(graph, ctx)
+        names = [f"{task.name} {task.after}" for task in problem_of(inventory).graph.tasks]
+        return "\n".join([*names, *(str(t.record.kind) for t in inventory.transfers)])
 
     def decide(self, graph: StepGraph, ctx: Context) -> Order:
         """Search for an order, and for what to keep."""
@@ -177,7 +177,8 @@ class Prefetch(DecidingPass[Order]):
             found = FoundOrder(order, replay(problem.graph, order), f"distance {self.distance}")
             choice = Choice((), problem, found)
         else:
-            choice = choose(inventory, keepable(graph) if self.keep else [], self.budget_bytes)
+            candidates = keepable(inventory.transfers) if self.keep else []
+            choice = choose(inventory, candidates, self.budget_bytes)
         result = choice.found.replay
         names = choice.problem.names()
         return Order(
@@ -197,11 +198,12 @@ class Prefetch(DecidingPass[Order]):
             ConfigError: it is no order of this graph's tasks.
         """
         cut = graph.loss is None
-        kept = _kept(graph, decision.kept)
-        problem = problem_of(self._inventory(graph, ctx), kept=names_of(kept))
+        inventory = self._inventory(graph, ctx)
+        kept = _kept(inventory.transfers, decision.kept)
+        problem = problem_of(inventory, kept=names_of(kept))
         order = _indices(problem, decision.order)
         first = first_gathers(problem, order)
-        keep(graph, kept, cut=cut)
+        keep(graph, kept, inventory.transfers, cut=cut)
         graph.reorder(problem.node_order(order, first))
         ctx.scratch.pop(self.name, None)
         return Notes(
@@ -239,13 +241,13 @@ class Prefetch(DecidingPass[Order]):
             )
 
 
-def _kept(graph: StepGraph, names: Sequence[str]) -> list[TransferNodes]:
+def _kept(transfers: Sequence[TransferNodes], names: Sequence[str]) -> list[TransferNodes]:
     """The transfers of the buckets that are kept.
 
     Raises:
         ConfigError: one cannot be.
     """
-    candidates = {transfer.stamp.bucket: transfer for transfer in keepable(graph)}
+    candidates = {transfer.stamp.bucket: transfer for transfer in keepable(transfers)}
     for name in names:
         if name not in candidates:
             known = ", ".join(candidates) or "none"

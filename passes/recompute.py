@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import fx
@@ -92,7 +92,7 @@ def repeat_in_backward(
         with graph.graph.inserting_before(before):
             copy = copy_node(graph.graph, node, lambda n: made.get(n, n))
         stamp = stamp_of(node)
-        set_stamp(copy, replace(stamp, phase=Phase.BACKWARD, made_by="recompute", again=node.name))
+        set_stamp(copy, stamp.but(phase=Phase.BACKWARD, made_by="recompute", again=node.name))
         made[node] = copy
     for node in nodes:
         for user in list(node.users):

@@ -12,7 +12,7 @@ two-axis mesh a shard is all-reduced across its replicas after the reduce-scatte
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -59,8 +59,8 @@ def reduce(
         stamp: for the nodes of the transfer.
         compute: for what is done to the full gradient before, which fuses with its producer.
     """
-    prepare = replace(stamp, role=Role.PREPARE)
-    finish = replace(stamp, role=Role.FINISH)
+    prepare = stamp.but(role=Role.PREPARE)
+    finish = stamp.but(role=Role.FINISH)
     value: torch.Tensor = total.meta["val"]
     communicates = bool(spec.layout.reductions)
     if communicates and value.layout is not torch.strided:
@@ -154,7 +154,7 @@ def place_reductions(graph: StepGraph, spec: ParamSpec, parts: list[Partial]) ->
             made_by="shard_grads",
             micro_step=part.segment.micro_step,
         )
-        stamp = replace(compute, lane=Lane.REDUCE, layer=spec.layer)
+        stamp = compute.but(lane=Lane.REDUCE, layer=spec.layer)
         origin = part.markers[0] if part.markers else anchor
         with graph.graph.inserting_before(anchor.next), graph.made_for(origin):
             grad = _sum(graph, part.grads, compute)
@@ -167,14 +167,14 @@ def place_reductions(graph: StepGraph, spec: ParamSpec, parts: list[Partial]) ->
             if total is None:
                 total = grad
             else:
-                role = replace(compute, role=Role.ACCUMULATE)
+                role = compute.but(role=Role.ACCUMULATE)
                 total = graph.call(_aten.add_.Tensor, (total, grad), stamp=role)
             if part is parts[-1] and len(parts) > 1 and not reduce_each:
                 # What is done to the sum belongs to the transfer: no layer computes it.
-                prepare = replace(stamp, role=Role.PREPARE)
+                prepare = stamp.but(role=Role.PREPARE)
                 total = _synchronise(graph, total, spec, part.markers, stamp, prepare)
             if part is parts[-1] and graph.loss is not None:
-                finish = replace(stamp, role=Role.FINISH)
+                finish = stamp.but(role=Role.FINISH)
                 total = _laid_out(graph, total, spec, finish)
     assert total is not None
     return total
@@ -226,7 +226,7 @@ def _synchronise(
 ) -> fx.Node:
     """Reduce a full gradient, or keep it, as its marker says."""
     sync = str(markers[0].args[2]) if markers else GradSync.REDUCE.value
-    keep = replace(stamp, role=Role.KEEP)
+    keep = stamp.but(role=Role.KEEP)
     if sync == GradSync.ACCUMULATE.value:
         return graph.call(torch.ops.fxzero.keep_grad.default, (total, spec.key), stamp=keep)
     if sync == GradSync.REDUCE_ACCUMULATED.value:

@@ -17,7 +17,7 @@ import contextlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -55,8 +55,8 @@ def _cast(graph: StepGraph, source: fx.Node, spec: ParamSpec, stamp: Stamp) -> f
 def emit_gathers(graph: StepGraph, source: fx.Node, spec: ParamSpec, stamp: Stamp) -> fx.Node:
     """Emit the nodes that make a full parameter of a shard; return the full one."""
     if spec.shard_group is None:
-        return _cast(graph, source, spec, replace(stamp, lane=Lane.COMPUTE, role=Role.COMPUTE))
-    prepare = replace(stamp, role=Role.PREPARE)
+        return _cast(graph, source, spec, stamp.but(lane=Lane.COMPUTE, role=Role.COMPUTE))
+    prepare = stamp.but(role=Role.PREPARE)
     part = _cast(graph, source, spec, prepare)
     if spec.is_padded:
         missing = spec.chunk_rows - spec.local_shape[0]
@@ -70,7 +70,7 @@ def emit_gathers(graph: StepGraph, source: fx.Node, spec: ParamSpec, stamp: Stam
         full = graph.call(
             _aten.slice.Tensor,
             (full, 0, 0, spec.shape[0]),
-            stamp=replace(stamp, role=Role.FINISH),
+            stamp=stamp.but(role=Role.FINISH),
         )
     return full
 
@@ -104,8 +104,7 @@ def read_in(graph: StepGraph, node: fx.Node, full: fx.Node, segment: Segment) ->
                 copy = copy_node(graph.graph, needed, lambda n: copies.get(n, n))
                 set_stamp(
                     copy,
-                    replace(
-                        stamp_of(needed),
+                    stamp_of(needed).but(
                         phase=segment.phase,
                         micro_step=segment.micro_step,
                         made_by="shard_params",
@@ -176,7 +175,7 @@ def _release_after_last_use(graph: StepGraph, full: fx.Node, stamp: Stamp) -> bo
         graph.call(
             torch.ops.fxzero.release.default,
             ([owner],),
-            stamp=replace(stamp, role=Role.RELEASE),
+            stamp=stamp.but(role=Role.RELEASE),
         )
     return True
 
@@ -268,7 +267,7 @@ def place_gathers(
         with queue.before(graph, needed, values), graph.made_for(marker):
             full = emit_gathers(graph, source, spec, stamp)
             if full is source and changes and not per_segment:
-                compute = replace(stamp, lane=Lane.COMPUTE, role=Role.COMPUTE)
+                compute = stamp.but(lane=Lane.COMPUTE, role=Role.COMPUTE)
                 full = graph.call(_aten.clone.default, (source,), stamp=compute)
             if segment != segments[0] and per_segment:
                 read_in(graph, marker, full, segment)

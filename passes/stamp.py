@@ -11,7 +11,7 @@ their first use, so that they hold no memory before it.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -137,8 +137,8 @@ def own_transfers(graph: StepGraph) -> int:
         if record is None:
             continue
         count += 1
-        stamp = replace(stamp_of(node), lane=LANES[record.kind])
-        set_stamp(node, replace(stamp, role=Role.LAUNCH, transfer=record))
+        stamp = stamp_of(node).but(lane=LANES[record.kind])
+        set_stamp(node, stamp.but(role=Role.LAUNCH, transfer=record))
         if isinstance(node.meta["val"], (list, tuple)):
             _wait_for_list(graph, node, stamp)
             continue
@@ -153,7 +153,7 @@ def own_transfers(graph: StepGraph) -> int:
             if other is not wait:
                 other.replace_all_uses_with(wait)
                 graph.graph.erase_node(other)
-        set_stamp(wait, replace(stamp_of(wait), lane=stamp.lane, role=Role.WAIT))
+        set_stamp(wait, stamp_of(wait).but(lane=stamp.lane, role=Role.WAIT))
     return count
 
 

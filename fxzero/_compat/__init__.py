@@ -102,6 +102,7 @@ from fxzero._compat.memory import (
 from fxzero._compat.modules import active_ddp_module, module_call, num_module_hooks
 from fxzero._compat.nodes import (
     OpOverload,
+    by_identity,
     checkpoint_tag,
     copy_input_source,
     copy_node,
@@ -117,7 +118,9 @@ from fxzero._compat.nodes import (
     mutated_index,
     own_local_fake,
     pytree,
+    set_args,
     set_grad_enabled,
+    set_meta,
 )
 from fxzero._compat.optimizers import (
     call_before_steps,
@@ -155,6 +158,7 @@ __all__ = [
     "backward_number",
     "below_autograd",
     "break_graph",
+    "by_identity",
     "call_before_steps",
     "capture_joint",
     "checkpoint_tag",
@@ -239,8 +243,10 @@ __all__ = [
     "reset_dynamo",
     "resolve_process_group",
     "return_free_memory",
+    "set_args",
     "set_grad_enabled",
     "set_local_tensor",
+    "set_meta",
     "set_side",
     "squeeze",
     "storage_identity",

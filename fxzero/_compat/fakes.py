@@ -86,9 +86,9 @@ def let_fakes_say_their_device_at_once() -> None:
 
     @functools.wraps(answer)
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is device and type(args[0]) is FakeTensor:
-            if not args[0].fake_mode.in_kernel_invocation:
-                return args[0].fake_device
+        asks = func is device and type(args[0]) is FakeTensor
+        if asks and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device
         return answer(self, func, types, args, kwargs)
 
     FunctionalTensorMode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from fxzero._compat.fakes import fake_mode_of_tensor
+
+T = TypeVar("T")
 
 pytree = torch.utils._pytree
 """Torch's walks through nested containers."""
@@ -17,6 +20,23 @@ OpOverload = torch._ops.OpOverload
 """The type of an operator as it stands in a graph."""
 set_grad_enabled = torch._C._set_grad_enabled
 """What Dynamo writes for ``torch.no_grad``."""
+
+
+def by_identity(of: Callable[[Any], T]) -> Callable[[Any], T]:
+    """A fact about an operator, found once; the operator is kept, so that no other has its place.
+
+    ``functools.cache`` would ask for their hash, which torch computes in Python.
+    """
+    known: dict[int, tuple[Any, T]] = {}
+
+    @functools.wraps(of)
+    def ask(target: Any) -> T:
+        found = known.get(id(target))
+        if found is None:
+            found = known[id(target)] = (target, of(target))
+        return found[1]
+
+    return ask
 
 
 def log_usage() -> Callable[..., Any]:
@@ -135,7 +155,7 @@ def create_node(
     if op in ("placeholder", "output", "get_attr"):  # there nothing is searched
         return graph.create_node(op, target, args, kwargs, name)
     node = graph.create_node(op, target, name=name)
-    node.args = args
+    set_args(node, args)
     if kwargs:
         node.kwargs = kwargs
     return node
@@ -147,6 +167,24 @@ def copy_node(
     """``graph.node_copy``, as `create_node` makes nodes."""
     args, kwargs = fx.map_arg(node.args, argument), fx.map_arg(node.kwargs, argument)
     copy = create_node(graph, node.op, node.target, args, kwargs, node.name)
-    copy.type = node.type
-    copy.meta = dict(node.meta)
+    if node.type is not None:
+        copy.type = node.type
+    set_meta(copy, dict(node.meta))
     return copy
+
+
+def set_args(node: fx.Node, args: tuple[Any, ...]) -> None:
+    """``node.args = args``, which leaves alone where the graph finds the node by its target.
+
+    A node takes itself out of that index and puts itself back whenever an attribute is set, though
+    the index goes by operation and target alone: half of the time that setting one takes.
+    """
+    _set_args(node, args)
+
+
+def set_meta(node: fx.Node, meta: dict[str, Any]) -> None:
+    """``node.meta = meta``, as `set_args` sets arguments."""
+    object.__setattr__(node, "meta", meta)
+
+
+_set_args: Any = fx.Node.args.fset  # type: ignore[attr-defined]  # a property

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from fxzero._compat.nodes import copy_node
+from fxzero._compat.nodes import copy_node, set_meta
 
 
 def set_side(node: fx.Node, *, backward: bool) -> None:
@@ -83,7 +83,7 @@ class _Extraction:
         copies: dict[fx.Node, fx.Node] = {}
         for node in inputs:
             copies[node] = graph.placeholder(node.name)
-            copies[node].meta = node.meta
+            set_meta(copies[node], node.meta)
         for node in joint.nodes:
             if node in copies or node.op not in ("call_function", "get_attr"):
                 continue

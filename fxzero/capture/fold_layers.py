@@ -68,6 +68,11 @@ class Layer:
         return [value for value in self._values[len(self.run.outputs) :] if value is not None]
 
     @functools.cached_property
+    def stacks(self) -> dict[fx.Node, str]:
+        """The modules that each node comes from, as text."""
+        return {node: _stack_key(node) for node in self.graph.nodes}
+
+    @functools.cached_property
     def last_sequence(self) -> int:
         """The largest sequence number in the graph."""
         return max((n.meta.get("seq_nr") or 0 for n in self.graph.nodes), default=0)
@@ -290,6 +295,7 @@ class _Copy:
 
     def __init__(self, layer: Layer, run: Run, first_sequence: int, module: nn.Module):
         self._module = module
+        self._stacks = layer.stacks
         self._first_sequence = first_sequence
         self._keys = dict(zip(layer.run.keys, run.keys, strict=True))
         self._modules = {
@@ -325,11 +331,12 @@ class _Copy:
                 copy.args = tuple(
                     self._keys.get(a, a) if isinstance(a, str) else a for a in copy.args
                 )
-            copy.meta = dict(node.meta)
-            if (sequence := node.meta.get("seq_nr")) is not None:
-                copy.meta["seq_nr"] = self._first_sequence + sequence
-            if (modules := self._modules.get(_stack_key(node))) is not None:
-                copy.meta["nn_module_stack"] = modules
+            meta = dict(node.meta)
+            if (sequence := meta.get("seq_nr")) is not None:
+                meta["seq_nr"] = self._first_sequence + sequence
+            if (modules := self._modules.get(self._stacks[node])) is not None:
+                meta["nn_module_stack"] = modules
+            _compat.set_meta(copy, meta)
             self._copies[node] = copy
         return [self._copies[node] for node in wanted]
 

@@ -6,13 +6,12 @@ input's storage. The few operators whose schema hides an alias are named here.
 
 from __future__ import annotations
 
-import functools
 import operator
 
 import torch
 from torch import fx
 
-from fxzero._compat import OpOverload
+from fxzero._compat import OpOverload, by_identity
 
 _aten = torch.ops.aten
 
@@ -31,16 +30,16 @@ def view_base(node: fx.Node) -> fx.Node | None:
         return view_base(source)
     if not isinstance(target, OpOverload):
         return None
-    if target in _HIDDEN_VIEWS or _is_view(target):
+    if _is_view(target):
         first = node.args[0] if node.args else None
         return first if isinstance(first, fx.Node) else None
     return None
 
 
-@functools.cache
+@by_identity
 def _is_view(target: OpOverload) -> bool:
-    """Whether a schema annotates a return as an alias that is not written to."""
-    return any(
+    """Whether a schema annotates a return as an alias that is not written to, or should."""
+    return target in _HIDDEN_VIEWS or any(
         r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
     )
 

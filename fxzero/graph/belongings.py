@@ -111,7 +111,7 @@ def wrong_calls(graph: StepGraph) -> Iterator[Finding]:
             target, arguments = call_of(record, sent)
             found = record if (launch.target, launch.args) == (target, arguments) else None
             said = f"{target}{arguments[1:]}"
-            moved = full_bytes(record, sent)
+            moved = full_bytes(record.kind, record.size, sent)
             if moved != record.full_bytes or len(sent) != record.num_tensors:
                 rule = (
                     f"{launch.name} moves {len(sent)} tensors, {moved} bytes in full, "

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxzero._compat import extract_forward_backward, is_symbolic, set_side
+from fxzero._compat import extract_forward_backward, is_symbolic, set_meta, set_side
 from fxzero.graph.stamps import Phase, Role, Stamp, set_stamp, stamp_of
 from fxzero.graph.step_graph import StepGraph
 
@@ -66,7 +66,7 @@ def _side(joint: StepGraph, module: fx.GraphModule, phase: Phase) -> StepGraph:
     """Give one side's inputs and output stamps of their own."""
     names = {node.name: key for node, key in joint.inputs.items()}
     for node in module.graph.find_nodes(op="placeholder"):
-        node.meta = dict(node.meta)  # torch shares it with the joint node
+        set_meta(node, dict(node.meta))  # torch shares it with the joint node
         params = (names[node.name],) if node.name in names else ()
         set_stamp(node, Stamp(phase, role=Role.INPUT, params=params))
     set_stamp(next(iter(reversed(module.graph.nodes))), Stamp(phase, role=Role.OUTPUT))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,24 +63,27 @@ def wait(launched: list[Tensor]) -> list[Tensor]:
 fx.node.has_side_effect(wait)
 
 
-def full_bytes(record: Transfer, tensors: Sequence[fx.Node]) -> int:
-    """Bytes of the full tensors that a transfer of some tensors assembles or takes apart."""
-    parts = record.size if record.kind is TransferKind.ALL_GATHER else 1
+def full_bytes(kind: TransferKind, size: int, tensors: Sequence[fx.Node]) -> int:
+    """Bytes of the full tensors that a transfer of some tensors assembles or takes apart.
+
+    Args:
+        size: how many ranks take part.
+    """
+    parts = size if kind is TransferKind.ALL_GATHER else 1
     return parts * sum(map(num_bytes, tensors))
 
 
 def record_for(kind: TransferKind, axis: Axis, tensor: fx.Node, op: str = "") -> Transfer:
     """The transfer of one tensor along an axis of its parameter's mesh."""
-    record = Transfer(
+    return Transfer(
         kind,
-        full_bytes=0,
+        full_bytes=full_bytes(kind, axis.group.size, [tensor]),
         size=axis.group.size,
         group=axis.group.name,
         dtype=tensor.meta["val"].dtype,
         op=op,
         axis=axis.role.value,
     )
-    return replace(record, full_bytes=full_bytes(record, [tensor]))
 
 
 def emit_transfer(
@@ -93,7 +95,7 @@ def emit_transfer(
         stamp: for all of its nodes, but for lane, role and record.
         name: of what it brings.
     """
-    stamp = replace(stamp, lane=LANES[record.kind])
+    stamp = stamp.but(lane=LANES[record.kind])
     verb = "gather" if stamp.lane is Lane.GATHER else "reduce"
     place = stamp.layer.replace(".", "_") or stamp.bucket
     launch = emit_launch(graph, [tensor], record, stamp, f"{verb}_{place}")
@@ -105,13 +107,13 @@ def emit_launch(
 ) -> fx.Node:
     """Emit a launch, stamped with its record."""
     target, arguments = call_of(record, tensors)
-    stamp = replace(stamp, role=Role.LAUNCH, transfer=record)
+    stamp = stamp.but(role=Role.LAUNCH, transfer=record)
     return graph.call(target, arguments, stamp=stamp, name=name)
 
 
 def emit_wait(graph: StepGraph, launch: fx.Node, stamp: Stamp) -> fx.Node:
     """Emit the wait of a launch."""
-    stamp = replace(stamp, role=Role.WAIT)
+    stamp = stamp.but(role=Role.WAIT)
     value = list(launch.meta["val"])
     return graph.call(wait, (launch,), stamp=stamp, name=f"{launch.name}_done", value=value)
 
@@ -120,7 +122,7 @@ def emit_part(
     graph: StepGraph, joined: fx.Node, index: int, stamp: Stamp, name: str | None = None
 ) -> fx.Node:
     """Emit one tensor of what was waited for."""
-    stamp = replace(stamp, role=Role.PART)
+    stamp = stamp.but(role=Role.PART)
     return graph.call(operator.getitem, (joined, index), stamp=stamp, name=name)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxzero._compat import OpOverload, hint, is_symbolic
+from fxzero._compat import OpOverload, by_identity, hint, is_symbolic
 from fxzero.graph.aliases import is_view
 
 _aten = torch.ops.aten
@@ -30,7 +29,7 @@ def is_random(node: fx.Node) -> bool:
     return _argument(node, "dropout_p") != 0
 
 
-@functools.cache
+@by_identity
 def _may_be_random(target: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in target.tags
 
@@ -50,7 +49,7 @@ def writes_memory(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and _is_mutable(node.target)
 
 
-@functools.cache
+@by_identity
 def _is_mutable(target: OpOverload) -> bool:
     return bool(target._schema.is_mutable)
 
@@ -67,7 +66,12 @@ def is_pure(node: fx.Node) -> bool:
 
 def is_cast_or_copy(node: fx.Node) -> bool:
     """Whether a node only changes dtype or layout."""
-    return node.target in _CASTS or node.target in _COPIES
+    return isinstance(node.target, OpOverload) and _casts_or_copies(node.target)
+
+
+@by_identity
+def _casts_or_copies(target: OpOverload) -> bool:
+    return target in _CASTS or target in _COPIES
 
 
 def is_cheap(node: fx.Node) -> bool:

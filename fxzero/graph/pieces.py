@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from fxzero._compat import copy_node, create_node
+from fxzero._compat import copy_node, create_node, set_args, set_meta
 from fxzero.graph.aliases import is_view, root
 from fxzero.graph.structure import StructureKey, structure_key
 
@@ -231,10 +231,13 @@ def put_into_piece(
     with graph.inserting_before(run[0]):
         call = create_node(graph, "call_function", piece, tuple(inputs), {}, call_name)
     first = run[0].meta
-    call.meta = {key: value for key, value in first.items() if key in _OF_ORIGIN}
+    set_meta(call, {key: value for key, value in first.items() if key in _OF_ORIGIN})
     call.meta["val"] = tuple(node.meta["val"] for node in parts)
     for i, node in enumerate(parts):
-        node.target, node.args, node.kwargs = operator.getitem, (call, i), {}
+        node.target = operator.getitem
+        set_args(node, (call, i))
+        if node.kwargs:
+            node.kwargs = {}
     for node in reversed(run):
         if node not in parts and node not in views:
             graph.erase_node(node)
@@ -334,7 +337,7 @@ def replace_call(graph: fx.Graph, call: fx.Node, body: fx.Graph) -> list[fx.Node
         else:
             call.prepend(own)
             own.target = node.target
-            own.args = fx.map_arg(node.args, copies.__getitem__)
+            set_args(own, fx.map_arg(node.args, copies.__getitem__))
             own.kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
         copies[node] = own
         came.append(own)

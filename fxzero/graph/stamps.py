@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -94,6 +94,20 @@ class Stamp:
     """Which of the step's micro-batches it works on."""
     transfer: Transfer | None = None
     """What a launch starts."""
+
+    def but(self, **changes: Any) -> Stamp:
+        """The same stamp, but for some fields: what ``dataclasses.replace`` makes, for every node
+        of a graph.
+
+        Raises:
+            TypeError: a stamp has no such field.
+        """
+        fields = self.__dict__
+        if not changes.keys() <= fields.keys():
+            raise TypeError(f"a stamp has no {', '.join(sorted(changes.keys() - fields.keys()))}")
+        stamp = object.__new__(Stamp)
+        stamp.__dict__.update(fields, **changes)
+        return stamp
 
     @property
     def segment(self) -> Segment:

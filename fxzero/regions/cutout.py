@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from torch import fx
@@ -39,7 +39,7 @@ def move_parts_together(graph: StepGraph) -> None:
             placed[source] = node
             stamp, layer = stamp_of(node), stamp_of(source).layer
             if stamp.layer != layer:
-                set_stamp(node, replace(stamp, layer=layer))
+                set_stamp(node, stamp.but(layer=layer))
         elif is_symbolic(node.meta.get("val")) and node.all_input_nodes:
             last = max(node.all_input_nodes)
             if last.op != "placeholder":

@@ -20,6 +20,7 @@ from fxzero.graph.aliases import is_view
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.schedule.followers import is_follower, through_followers
+from fxzero.schedule.keep import gathered_in_forward
 from fxzero.schedule.storage import storages_of
 
 
@@ -46,8 +47,9 @@ class Inventory:
         self.step = graph
         self.storages = storages_of(graph, fuses=fuses)
         self.costs = costs
-        every = graph.transfers()
+        self.transfers = every = graph.transfers()
         transfers = [t for t in every if t.of_parameters]
+        self.in_forward = gathered_in_forward(every)
         self.gathers = [t for t in transfers if t.stamp.lane is Lane.GATHER]
         self.reduces = [t for t in transfers if t.stamp.lane is Lane.REDUCE]
         self.moved = {node for t in transfers for node in nodes_of(t)}

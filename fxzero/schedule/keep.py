@@ -7,7 +7,7 @@ release(w1)                                       release(w)
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
@@ -19,16 +19,22 @@ Key = tuple[str, int]
 """A parameter's key, and a micro-step."""
 
 
-def gathered_in(
-    graph: StepGraph, phase: Phase = Phase.FORWARD
-) -> dict[Key, tuple[fx.Node, fx.Node]]:
-    """The parts that a phase's gathers bring and what compute reads of each, by parameter."""
-    found = {}
-    for transfer in graph.transfers(phase=phase, name=Lane.GATHER.value):
-        for part, result in zip(transfer.parts, transfer.results, strict=True):
-            if transfer.of_parameters:
-                found[key_of(part)] = (part, result)
-    return found
+def gathered_in_forward(transfers: Iterable[TransferNodes]) -> dict[Key, fx.Node]:
+    """The parts that gathers of forward bring, by parameter."""
+    return {
+        key_of(part): part
+        for transfer in _gathers(transfers, Phase.FORWARD)
+        for part in transfer.parts
+    }
+
+
+def _gathers(transfers: Iterable[TransferNodes], phase: Phase) -> list[TransferNodes]:
+    return [
+        transfer
+        for transfer in transfers
+        if transfer.of_parameters
+        and (transfer.stamp.lane, transfer.stamp.phase) == (Lane.GATHER, phase)
+    ]
 
 
 def key_of(part: fx.Node) -> Key:
@@ -37,23 +43,38 @@ def key_of(part: fx.Node) -> Key:
     return stamp.params[0], stamp.micro_step
 
 
-def keepable(graph: StepGraph) -> list[TransferNodes]:
+def keepable(transfers: Sequence[TransferNodes]) -> list[TransferNodes]:
     """Gathers of backward that repeat forward's: those with the shortest time between first."""
-    forward = gathered_in(graph, Phase.FORWARD)
-    again = graph.transfers(phase=Phase.BACKWARD, name=Lane.GATHER.value)
+    forward = gathered_in_forward(transfers)
     return [
-        t for t in again if t.of_parameters and all(key_of(part) in forward for part in t.parts)
+        transfer
+        for transfer in _gathers(transfers, Phase.BACKWARD)
+        if all(key_of(part) in forward for part in transfer.parts)
     ]
 
 
-def keep(graph: StepGraph, transfers: list[TransferNodes], *, cut: bool) -> None:
+def keep(
+    graph: StepGraph,
+    transfers: Sequence[TransferNodes],
+    every: Sequence[TransferNodes],
+    *,
+    cut: bool,
+) -> None:
     """Let backward read what forward gathered, and drop backward's own gathers.
 
     Args:
+        transfers: backward's gathers of it.
+        every: all transfers of the graph.
         cut: whether forward and backward run apart. Backward then does not release what was
             kept, which a second backward may need, but leaves that to `release_saved`.
     """
-    forward = gathered_in(graph, Phase.FORWARD)
+    if not transfers:
+        return
+    forward = {
+        key_of(part): (part, result)
+        for transfer in _gathers(every, Phase.FORWARD)
+        for part, result in zip(transfer.parts, transfer.results, strict=True)
+    }
     keys: set[Key] = set()
     for transfer in transfers:
         for part, result in zip(transfer.parts, transfer.results, strict=True):
@@ -88,4 +109,4 @@ def _shorten(graph: StepGraph, release: fx.Node, kept: set[fx.Node]) -> None:
         return
     release.args = (left,)
     params = tuple(stamp_of(n).params[0] for n in left if isinstance(n, fx.Node))
-    set_stamp(release, replace(stamp_of(release), params=params))
+    set_stamp(release, stamp_of(release).but(params=params))

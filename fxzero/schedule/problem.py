@@ -24,7 +24,7 @@ from fxzero.graph.step_graph import TransferNodes
 from fxzero.schedule.engine import Hold, Stretch, Task, TaskGraph
 from fxzero.schedule.followers import with_followers
 from fxzero.schedule.inventory import Inventory, join_nodes, launch_nodes
-from fxzero.schedule.keep import gathered_in, key_of
+from fxzero.schedule.keep import key_of
 from fxzero.schedule.storage import Storage
 from fxzero.transfer import Pool
 
@@ -246,7 +246,7 @@ class _Problem:
         again: dict[Storage, Storage] = {}
         gone: set[Storage] = set()
         if self.dropped:
-            first = {k: storages.of[p][0] for k, (p, _) in gathered_in(inventory.step).items()}
+            first = {k: storages.of[p][0] for k, p in inventory.in_forward.items()}
             for i in self.dropped:
                 for part in inventory.gathers[i].parts:
                     (dropped,) = storages.of[part]

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -86,7 +87,7 @@ class Layout:
         """The same on all ranks of some groups, outermost first."""
         return Layout(tuple(Axis(AxisRole.REPLICATE, group) for group in groups))
 
-    @property
+    @cached_property
     def gathers(self) -> tuple[tuple[TransferKind, Axis], ...]:
         """What makes a full parameter of this rank's part, in order."""
         return tuple(
@@ -95,7 +96,7 @@ class Layout:
             if a.role in BEFORE_USE
         )
 
-    @property
+    @cached_property
     def reductions(self) -> tuple[tuple[TransferKind, Axis], ...]:
         """What makes this rank's reduced gradient of a full one, in order: the innermost axis
         first, which joins the nearest ranks and leaves least for the others."""

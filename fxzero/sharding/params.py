@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -152,14 +153,14 @@ class ParamSpec:
             layout=layout,
         )
 
-    @property
+    @cached_property
     def shard_group(self) -> Group | None:
         """Ranks that hold the parts of dim 0; None when every rank holds all of it."""
         groups = self.layout.groups_of(AxisRole.SHARD)
         assert len(groups) < 2, "dim 0 is cut once"
         return groups[0] if groups else None
 
-    @property
+    @cached_property
     def replica_groups(self) -> tuple[Group, ...]:
         """Groups over which this rank's part is repeated: gradients are all-reduced there."""
         return self.layout.groups_of(AxisRole.REPLICATE)
