@@ -51,6 +51,8 @@ GRACE_S = 5.0
 """For the process of a rank to end."""
 OTHERS_S = 20.0
 """What the other ranks get to finish or fail once one rank has failed, on a busy machine."""
+LOOK_S = 1.0
+"""How often to see whether those that have not answered can."""
 STACKS_TIMEOUT_S = 20.0
 """For a rank to write where it is."""
 
@@ -107,11 +109,17 @@ class _Worker:
             return _Answer(error=f"the process died, exit code {self.process.exitcode}")
         return answer
 
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped the process, so that it answers nothing."""
+        if self.process.pid is None or not self.process.is_alive():
+            return False
+        return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
+
     def dump_stacks(self) -> str:
         """Where every thread of the worker is now."""
         if self.process.pid is None or not self.process.is_alive():
             return "(already gone)"
-        if psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED:
+        if self.is_stopped():
             return "(stopped)"  # it would read no signal
         os.kill(self.process.pid, signal.SIGUSR1)
         deadline, before, now = time.monotonic() + STACKS_TIMEOUT_S, "", ""
@@ -195,8 +203,9 @@ class Pool:
         pending = {worker.connection: worker for worker in self._workers}
         deadline = time.monotonic() + timeout_s
         while pending:
-            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
-            if not ready:
+            left = deadline - time.monotonic()
+            ready = wait(list(pending), min(max(0.0, left), LOOK_S))
+            if not ready and (left < LOOK_S or all(w.is_stopped() for w in pending.values())):
                 break
             for connection in ready:
                 assert isinstance(connection, Connection)

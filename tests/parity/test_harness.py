@@ -56,7 +56,7 @@ def test_rank_that_waits_for_a_failed_one(
     ranks: Pools, world: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cause and the place where the other rank is stuck are both in the message."""
-    monkeypatch.setattr(harness, "GRACE_S", 0.5)
+    monkeypatch.setattr(harness, "OTHERS_S", 2.0)
     with pytest.raises(RanksFailedError) as caught:
         ranks(world).run(fail_on_rank_0)
     assert "ZeroDivisionError: on rank 0" in str(caught.value)

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -122,9 +123,11 @@ def wait_for_one_that_gave_up() -> None:
         running = watch.current()
         assert running is not None
         running.fail("it gave up")
-        time.sleep(30)  # in life, and with open connections
+        # In life, and with open connections, for as long as it is waited for.
+        default_store().wait(["tests/found"], timedelta(seconds=30))
     else:
         found = raised(lambda: dist.recv(torch.empty(1), 2))
+        default_store().set("tests/found", b"")
     assert found[2] < 20, found
     raise AssertionError(f"as expected: {found}")
 

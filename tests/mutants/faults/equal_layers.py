@@ -36,8 +36,8 @@ FAULTS = (
     Fault(
         "a piece gives its results in another order",
         "fxzero/graph/pieces.py",
-        "node.target, node.args, node.kwargs = operator.getitem, (call, i), {}",
-        "node.target, node.args, node.kwargs = operator.getitem, (call, len(parts) - 1 - i), {}",
+        "set_args(node, (call, i))",
+        "set_args(node, (call, len(parts) - 1 - i))",
         "tests/passes/test_meaning.py::test_every_pass_keeps_the_meaning[2-outline]",
     ),
     Fault(

@@ -61,8 +61,8 @@ FAULTS = (
     Fault(
         "two results of a bucket are swapped",
         "passes/bucket.py",
-        "part.args = (joined, index)",
-        "part.args = (joined, len(old) - 1 - index)",
+        "set_args(part, (joined, index))",
+        "set_args(part, (joined, len(old) - 1 - index))",
         "verify: stage 3",
         "is taken for",
     ),
