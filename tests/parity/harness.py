@@ -279,7 +279,20 @@ def _join(rank: int, world_size: int, folder: str, inductor: str | None) -> None
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
     timeout = timedelta(seconds=START_TIMEOUT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    _let_computing_go_first()
     garbage.freeze()
+
+
+def _let_computing_go_first() -> None:
+    """Give gloo's thread what the others leave of the processor.
+
+    While a message lies there that nobody has asked for yet, that of a rank that is ahead, the
+    thread is woken again and again: a fifth of what a rank that still compiles takes, and on two
+    cores a tenth of the time of all tests of several ranks.
+    """
+    for task in Path("/proc/self/task").glob("*"):
+        if (task / "comm").read_text().startswith("gloo"):
+            os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
 
 
 def _run(job: _Job) -> Any:
