@@ -1,0 +1,81 @@
+"""What Dynamo is told to leave out is what nobody misses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import fxzero
+from fxzero._compat import write_no_asserts_without_symbols
+
+
+def graphs_of(function: Callable[..., Any], *inputs: Any, **settings: Any) -> list[fx.GraphModule]:
+    """The graphs that Dynamo makes of a function."""
+    write_no_asserts_without_symbols()
+    torch._dynamo.reset()
+    found: list[fx.GraphModule] = []
+
+    def keep(module: fx.GraphModule, _: Any) -> fx.GraphModule:
+        found.append(module)
+        return module
+
+    torch.compile(function, backend=keep, **settings)(*inputs)
+    return found
+
+
+def asserts_in(graphs: list[fx.GraphModule]) -> int:
+    """How many assertions about numbers the graphs hold."""
+    return sum(
+        "assert" in str(getattr(node.target, "__name__", node.target))
+        for graph in graphs
+        for node in graph.graph.nodes
+    )
+
+
+def test_a_number_from_the_data_is_still_looked_at() -> None:
+    """Symbols bring assertions, and those fail where they should."""
+
+    def rows(x: Tensor, n: Tensor) -> Tensor:
+        count = n.item()
+        torch._check(count >= 2)
+        return x[:1] * torch.ones(count).sum()  # type: ignore[call-overload]
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        graphs = graphs_of(rows, torch.ones(3), torch.tensor(3), fullgraph=True)
+        assert asserts_in(graphs) > 0
+        compiled = torch.compile(rows, backend="eager", fullgraph=True)
+        with pytest.raises(RuntimeError):
+            compiled(torch.ones(3), torch.tensor(1))
+
+
+def test_two_sizes() -> None:
+    """A size that changes is a symbol."""
+    double = torch.compile(lambda x: (x * x.shape[0]).sum(), backend="eager")
+    for rows in (2, 3, 5):
+        assert double(torch.ones(rows, 2)) == rows * rows * 2
+
+
+def test_where_sizes_are_known_there_is_no_assertion_and_no_setting_left() -> None:
+    """The same nodes as ever; what is said to Dynamo is said for its one graph."""
+    before = torch._dynamo.config.do_not_emit_runtime_asserts
+    model = fxzero.shard(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), zero=3)
+    (graph,) = graphs_of(model, torch.ones(2, 3))
+    assert asserts_in([graph]) == 0
+    assert torch._dynamo.config.do_not_emit_runtime_asserts is before
+
+
+def test_a_backend_that_fails_leaves_no_setting() -> None:
+    """Nor does one that raises."""
+
+    def fail(module: fx.GraphModule, _: Any) -> Any:
+        raise ValueError("no")
+
+    before = torch._dynamo.config.do_not_emit_runtime_asserts
+    write_no_asserts_without_symbols()
+    with pytest.raises(Exception, match="no"):
+        torch.compile(nn.Linear(2, 2), backend=fail)(torch.ones(1, 2))
+    assert torch._dynamo.config.do_not_emit_runtime_asserts is before
