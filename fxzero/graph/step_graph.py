@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxzero._compat import OpOverload, copy_node, create_node, fake_mode_of
+from fxzero._compat import OpOverload, copy_node, create_node, fake_mode_of, has_symbolic_shape
 from fxzero.errors import VerificationError
 from fxzero.graph.pieces import Pieces, called
 from fxzero.graph.stamps import Phase, Role, Segment, Stamp, has_stamp, set_stamp, stamp_of
@@ -347,8 +347,10 @@ def _value_key(argument: Any) -> Any:
     if isinstance(argument, fx.Node):
         return _value_key(argument.meta["val"])
     if isinstance(argument, torch.Tensor):
-        # Sizes may be symbols, which do not hash: their text stands for them.
-        return (str(argument.shape), str(argument.stride()), argument.dtype, argument.device)
+        layout: tuple[Any, ...] = (argument.shape, argument.stride())
+        if has_symbolic_shape(argument):  # symbols do not hash: their text stands for them
+            layout = tuple(map(str, layout))
+        return (*layout, argument.dtype, argument.device)
     if isinstance(argument, (list, tuple)):
         return tuple(map(_value_key, argument))
     if isinstance(argument, dict):
