@@ -63,17 +63,27 @@ def write_no_asserts_without_symbols() -> None:
     """
     from torch._dynamo.output_graph import OutputGraph
 
-    original = OutputGraph.compile_and_call_fx_graph
+    config = torch._dynamo.config
+    whole, backend = OutputGraph.compile_and_call_fx_graph, OutputGraph.call_user_compiler
 
-    @functools.wraps(original)
+    @functools.wraps(whole)
     def compile_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Looking also drops unused attributes, which may be missing by now.
         if self.shape_env.var_to_range or self.graph.find_nodes(op="get_attr", sort=False):
-            return original(self, *args, **kwargs)
-        with torch._dynamo.config.patch(do_not_emit_runtime_asserts=True):
-            return original(self, *args, **kwargs)
+            return whole(self, *args, **kwargs)
+        self.fxzero_asserts_are_off = config.do_not_emit_runtime_asserts
+        with config.patch(do_not_emit_runtime_asserts=True):
+            return whole(self, *args, **kwargs)
+
+    @functools.wraps(backend)
+    def call_backend(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # What a backend compiles meanwhile may have symbols: there nothing is to be left out.
+        off = getattr(self, "fxzero_asserts_are_off", config.do_not_emit_runtime_asserts)
+        with config.patch(do_not_emit_runtime_asserts=off):
+            return backend(self, *args, **kwargs)
 
     OutputGraph.compile_and_call_fx_graph = compile_and_call  # type: ignore[method-assign]
+    OutputGraph.call_user_compiler = call_backend  # type: ignore[method-assign]
 
 
 _LOGGED = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log")

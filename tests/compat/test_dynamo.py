@@ -79,3 +79,29 @@ def test_a_backend_that_fails_leaves_no_setting() -> None:
     with pytest.raises(Exception, match="no"):
         torch.compile(nn.Linear(2, 2), backend=fail)(torch.ones(1, 2))
     assert torch._dynamo.config.do_not_emit_runtime_asserts is before
+
+
+@pytest.mark.parametrize("off", [False, True])
+def test_what_a_backend_compiles_is_as_before(off: bool) -> None:
+    """A graph with symbols inside of the compilation of one without keeps its assertions."""
+    write_no_asserts_without_symbols()
+    torch._dynamo.reset()
+    seen: list[bool] = []
+    graphs: list[fx.GraphModule] = []
+
+    def keep(module: fx.GraphModule, _: Any) -> fx.GraphModule:
+        graphs.append(module)
+        return module
+
+    places = torch.compile(lambda x: x.nonzero().squeeze(1) + torch.zeros(3), backend=keep)
+
+    def around(module: fx.GraphModule, _: Any) -> fx.GraphModule:
+        seen.append(torch._dynamo.config.do_not_emit_runtime_asserts)
+        places(torch.ones(3))
+        return module
+
+    config = torch._dynamo.config
+    with config.patch(capture_dynamic_output_shape_ops=True, do_not_emit_runtime_asserts=off):
+        torch.compile(torch.sin, backend=around)(torch.ones(2))
+    assert seen == [off]
+    assert (asserts_in(graphs) > 0) is not off
