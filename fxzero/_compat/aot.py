@@ -29,8 +29,7 @@ def aot_compile(
     """Run AOTAutograd on Dynamo's graph, with our partitioner and compilers."""
     from torch._dynamo.backends.common import aot_autograd
 
-    let_fakes_have_dtypes_of_real_ones()
-    let_fakes_say_their_device_at_once()
+    _mend_fakes()
     compiler = aot_autograd(
         fw_compiler=forward,
         bw_compiler=backward,
@@ -39,6 +38,12 @@ def aot_compile(
         decompositions=decompositions,
     )
     return compiler(module, inputs)
+
+
+def _mend_fakes() -> None:
+    """What every trace asks of fake tensors is answered rightly, and at once."""
+    let_fakes_have_dtypes_of_real_ones()
+    let_fakes_say_their_device_at_once()
 
 
 class _Captured(Exception):  # noqa: N818 - a way out, not an error
@@ -104,7 +109,7 @@ def trace_joint(
     """
     from torch._functorch.aot_autograd import aot_export_joint_simple
 
-    let_fakes_have_dtypes_of_real_ones()
+    _mend_fakes()
     with fresh_tracing_context(fake_mode):
         try:
             traced = aot_export_joint_simple(
@@ -125,7 +130,7 @@ def trace_function(
     """What `trace_joint` returns, traced the way models are: exporting takes more apart."""
     from torch._functorch.aot_autograd import aot_function
 
-    let_fakes_have_dtypes_of_real_ones()
+    _mend_fakes()
 
     def take(graph: fx.GraphModule, *_: Any, **__: Any) -> Any:
         raise _Captured(graph)

@@ -328,9 +328,8 @@ class _Copy:
                 node.name,
             )
             if node.target in _MARKERS:
-                copy.args = tuple(
-                    self._keys.get(a, a) if isinstance(a, str) else a for a in copy.args
-                )
+                own = (self._keys.get(a, a) if isinstance(a, str) else a for a in copy.args)
+                _compat.set_args(copy, tuple(own))
             meta = dict(node.meta)
             if (sequence := meta.get("seq_nr")) is not None:
                 meta["seq_nr"] = self._first_sequence + sequence

@@ -54,6 +54,8 @@ def test_a_number_from_the_data_is_still_looked_at() -> None:
 
 def test_two_sizes() -> None:
     """A size that changes is a symbol."""
+    write_no_asserts_without_symbols()
+    torch._dynamo.reset()
     double = torch.compile(lambda x: (x * x.shape[0]).sum(), backend="eager")
     for rows in (2, 3, 5):
         assert double(torch.ones(rows, 2)) == rows * rows * 2
