@@ -8,6 +8,7 @@ from fxzero.passes.base import Context, Door, Fact, Notes, Pass
 from fxzero.passes.bucket import Bucket
 from fxzero.passes.clip_grads import ClipGrads
 from fxzero.passes.draw_masks import DrawMasks
+from fxzero.passes.expand_layers import ExpandLayers
 from fxzero.passes.gather_ahead import GatherAhead
 from fxzero.passes.lower_kernels import LowerKernels
 from fxzero.passes.lower_regions import LowerRegions
@@ -28,6 +29,7 @@ __all__ = [
     "Context",
     "Door",
     "DrawMasks",
+    "ExpandLayers",
     "Fact",
     "GatherAhead",
     "LowerKernels",

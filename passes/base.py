@@ -34,6 +34,8 @@ class Fact(StrEnum):
     """Full parameters come from physical gathers and end in releases."""
     REDUCED = "reduced"
     """Gradients leave the graph reduced."""
+    EXPANDED = "expanded"
+    """Every layer is there."""
     BUCKETED = "bucketed"
     """Transfers carry buckets of parameters."""
     SCHEDULED = "scheduled"

@@ -247,7 +247,7 @@ class Bucket(DecidingPass[Buckets]):
     """Join the transfers of a layer, and small ones with a neighbour."""
 
     name: ClassVar[str] = "bucket"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GATHERED, Fact.REDUCED})
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.GATHERED, Fact.REDUCED, Fact.EXPANDED})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.BUCKETED})
     decides: ClassVar[type[Any]] = Buckets
 

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxzero
+from fxzero.capture.unfold_layers import unfold
 from fxzero.compiler.compilation import Compilation, observers
 from fxzero.compiler.config import Config
 from fxzero.compiler.pipelines import loop_passes
@@ -61,6 +62,8 @@ class Setup:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     training: bool = True
+    leave_out: bool = False
+    """Whether long chains of layers are without their middle."""
 
 
 def trace(build: Build, **setup: Any) -> StepGraph:
@@ -77,6 +80,7 @@ def _trace(build: Build, setup: Setup) -> StepGraph:
         def schedule(graph: StepGraph) -> None:
             if not graph.specs:  # the cast of the inputs, before the model
                 return Compilation.schedule(compilation, graph)
+            unfold(graph, compilation.folds, leave_out=setup.leave_out)
             found.append(graph)
             raise _Stopped
 

@@ -2,13 +2,13 @@
 
     Dynamo's graph    x_1 = …thirty calls…(x, w_0);  x_2 = …the same thirty…(x_1, w_1)
     folded            x_1 = call_layer(7, x, w_0);   x_2 = call_layer(8, x_1, w_1)
-    joint graph       layer_forward and layer_backward, one node each per layer
-    unfolded          the layer's own nodes again, forward and backward, for every call
+    joint graph       layer_forward and layer_backward, one node each per call
 
-AOTAutograd traces the folded graph, and one layer of each kind on its own. After
-`unfold` nobody can tell the difference, but for the names of nodes. What is no run equal to
-another one (see `layer_runs`) is traced as it stands; and so are layers of several outputs of
-which only some turn out to have gradients, as soon as that is known.
+AOTAutograd traces the folded graph, and one layer of each kind on its own. Of layers that pass
+their result on to each other one call stands for all but the first and the last few. In the
+joint graph `fxzero.capture.unfold_layers` puts the layers' own nodes in the place of the calls.
+What is no run equal to another one (see `layer_runs`) is traced as it stands; and so are layers
+of several outputs of which only some turn out to have gradients, as soon as that is known.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import itertools
 import logging
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxzero import _compat
-from fxzero.capture.layer_runs import Run, equal_runs
+from fxzero.capture.layer_runs import Chain, Run, chains, equal_runs
 from fxzero.graph import constants
+from fxzero.graph.modules import stack_text
 
 log = logging.getLogger("fxzero")
 
@@ -62,15 +63,20 @@ class Layer:
         """Which inputs have a gradient; empty in inference."""
         return [value is not None for value in self._values[len(self.run.outputs) :]]
 
-    @functools.cached_property
+    @property
+    def gradient_of_input(self) -> list[fx.Node | None]:
+        """The gradients of the inputs, None of those that have none; empty in inference."""
+        return self._values[len(self.run.outputs) :]
+
+    @property
     def gradients(self) -> list[fx.Node]:
         """The gradients of the inputs that have one."""
-        return [value for value in self._values[len(self.run.outputs) :] if value is not None]
+        return [value for value in self.gradient_of_input if value is not None]
 
     @functools.cached_property
     def stacks(self) -> dict[fx.Node, str]:
         """The modules that each node comes from, as text."""
-        return {node: _stack_key(node) for node in self.graph.nodes}
+        return {node: stack_text(node.meta) for node in self.graph.nodes}
 
     @functools.cached_property
     def last_sequence(self) -> int:
@@ -78,25 +84,51 @@ class Layer:
         return max((n.meta.get("seq_nr") or 0 for n in self.graph.nodes), default=0)
 
 
+@dataclass(frozen=True)
+class Call:
+    """What a node of a folded graph stands for."""
+
+    layer: Layer
+    chain: Chain
+    before: tuple[Run, ...] = ()
+    """Of the middle of a chain: the runs right before it, which have calls of their own."""
+    behind: tuple[Run, ...] = ()
+
+    @functools.cached_property
+    def wanted(self) -> tuple[bool, ...]:
+        """By input, whether it has a gradient; empty in inference."""
+        return self.chain.per_input(self.layer.wanted) if self.layer.wanted else ()
+
+    @functools.cached_property
+    def gradients(self) -> list[fx.Node]:
+        """The layer's values that are the gradients of the inputs that have one."""
+        values = self.layer.gradient_of_input
+        return [value for value in self.chain.per_input(values) if value is not None]
+
+
 @dataclass
 class Folds:
     """The folded layers of one compilation."""
 
-    layers: dict[int, tuple[Layer, Run]] = field(default_factory=dict)
+    calls: dict[int, Call] = field(default_factory=dict)
     """What the calls in the graph stand for, by number."""
 
+    @property
+    def leave_out(self) -> bool:
+        """Whether a graph could do without some of the layers."""
+        return any(call.behind for call in self.calls.values())
+
     def __enter__(self) -> Folds:
-        _calls.update(self.layers)
+        _calls.update(self.calls)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in self.layers:
+        for number in self.calls:
             _calls.pop(number, None)
-        self.layers.clear()  # they hold graphs, and have been unfolded
 
 
 _numbers = itertools.count()
-_calls: dict[int, tuple[Layer, Run]] = {}
+_calls: dict[int, Call] = {}
 """The layers of the graphs being traced: an operator's kernel has only a number to go by."""
 
 
@@ -163,23 +195,44 @@ def fold_layers(
     fake_mode = _compat.tracing_fake_mode()
     if fake_mode is None:
         return folds
-    calls: dict[fx.Node, Run] = {}
+    nodes: dict[fx.Node, Chain] = {}
     for equal in kinds:
         layer = trace_layer(equal[0], decompositions, fake_mode)
-        if layer is not None:
-            for run in equal:
-                number = next(_numbers)
-                folds.layers[number] = (layer, run)
-                calls[_call(module.graph, run, number)] = run
-    for call, run in calls.items():
-        _take_outputs(module.graph, run, call)
-    for run in calls.values():
+        for part in _parts(layer, equal) if layer is not None else ():
+            number = next(_numbers)
+            folds.calls[number] = part
+            nodes[_call(module.graph, part.chain, number)] = part.chain
+    for node, chain in nodes.items():
+        _take_outputs(module.graph, chain.runs[-1], node)
+    replaced = [run for chain in nodes.values() for run in chain.runs]
+    for run in reversed(replaced):
         for node in reversed(run.nodes):
             module.graph.erase_node(node)
-    if folds.layers:
+    if folds.calls:
         module.recompile()
-    log.info("folded %d equal layers", len(folds.layers))
+    log.info("folded %d equal layers", len(replaced))
     return folds
+
+
+KEPT = (3, 2)
+"""How many layers of a chain have calls of their own at its beginning, and at its end: what is
+next to something else than an equal layer may be treated differently, and so may its neighbour.
+The one between is the example for those that are left out: see `fxzero.passes.expand_layers`."""
+LEAST_LEFT_OUT = 2
+
+
+def _parts(layer: Layer, equal: list[Run]) -> Iterator[Call]:
+    """The calls that stand for equal runs: one for each, but for the middle of a long chain."""
+    first, last = KEPT
+    for chain in chains(equal):
+        count = len(chain.runs)
+        if count < first + last + LEAST_LEFT_OUT:
+            yield from (Call(layer, Chain((run,))) for run in chain.runs)
+            continue
+        yield from (Call(layer, Chain((run,))) for run in chain.runs[:first])
+        middle = chain.part(first, count - last)
+        yield Call(layer, middle, chain.runs[:first], chain.runs[-last:])
+        yield from (Call(layer, Chain((run,))) for run in chain.runs[-last:])
 
 
 def trace_layer(
@@ -207,12 +260,13 @@ def trace_layer(
     return Layer(traced.graph, run)
 
 
-def _call(graph: fx.Graph, run: Run, number: int) -> fx.Node:
-    """Put a call next to the run that it will replace."""
-    with graph.inserting_before(run.nodes[0]):
-        call = graph.call_function(call_layer, (number, *run.inputs))
-    call.meta = dict(run.outputs[-1].meta)
-    call.meta["example_value"] = tuple(node.meta["example_value"] for node in run.outputs)
+def _call(graph: fx.Graph, chain: Chain, number: int) -> fx.Node:
+    """Put a call next to the runs that it will replace."""
+    last = chain.runs[-1]
+    with graph.inserting_before(chain.runs[0].nodes[0]):
+        call = graph.call_function(call_layer, (number, *chain.inputs))
+    call.meta = dict(last.outputs[-1].meta)
+    call.meta["example_value"] = tuple(node.meta["example_value"] for node in last.outputs)
     return call
 
 
@@ -227,9 +281,8 @@ def _take_outputs(graph: fx.Graph, run: Run, call: fx.Node) -> None:
 
 
 def call_layer(number: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Stand in for a folded layer while its model is traced."""
-    layer, _ = _calls[number]
-    if any(layer.wanted):
+    """Stand in for a folded layer, or a chain of them, while its model is traced."""
+    if any(_calls[number].wanted):
         return _Call.apply(number, *inputs)
     return tuple(torch.ops.fxzero.layer_forward(list(inputs), number))
 
@@ -239,7 +292,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, number: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-        layer, _ = _calls[number]
+        layer = _calls[number].layer
         ctx.number = number
         ctx.set_materialize_grads(False)
         outputs = tuple(torch.ops.fxzero.layer_forward(list(inputs), number))
@@ -249,27 +302,25 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *all_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        layer, _ = _calls[ctx.number]
-        kinds = zip(all_grads, layer.run.differentiable, strict=True)
+        call = _calls[ctx.number]
+        kinds = zip(all_grads, call.layer.run.differentiable, strict=True)
         grads = [grad for grad, has_grad in kinds if has_grad]
         given = [grad.contiguous() for grad in grads if grad is not None]
         if not given:
-            return None, *(None for _ in layer.wanted)
+            return None, *(None for _ in call.wanted)
         if len(given) < len(grads):
             raise _PartOfGradientsError
         # What the layer read is known from its forward, whatever has been written there since.
         found = iter(torch.ops.fxzero.layer_backward(given, ctx.number))
-        return None, *(next(found) if wanted else None for wanted in layer.wanted)
+        return None, *(next(found) if wanted else None for wanted in call.wanted)
 
 
 def _forward_fake(inputs: list[Tensor], number: int) -> list[Tensor]:
-    layer, _ = _calls[number]
-    return [_like(output.meta["val"]) for output in layer.outputs]
+    return [_like(output.meta["val"]) for output in _calls[number].layer.outputs]
 
 
 def _backward_fake(grads: list[Tensor], number: int) -> list[Tensor]:
-    layer, _ = _calls[number]
-    return [_like(gradient.meta["val"]) for gradient in layer.gradients]
+    return [_like(gradient.meta["val"]) for gradient in _calls[number].gradients]
 
 
 def _like(value: Tensor) -> Tensor:
@@ -283,129 +334,7 @@ _library.define("layer_backward(Tensor[] grads, int number) -> Tensor[]")
 torch.library.register_fake("fxzero::layer_forward", _forward_fake, lib=_library)
 torch.library.register_fake("fxzero::layer_backward", _backward_fake, lib=_library)
 
-_FORWARD = torch.ops.fxzero.layer_forward.default
+FORWARD = torch.ops.fxzero.layer_forward.default
 # Backward needs to know what its forward read, even if nobody reads what it returned.
-fx.node.has_side_effect(_FORWARD)
-_BACKWARD = torch.ops.fxzero.layer_backward.default
-_MARKERS = (torch.ops.fxzero.unshard.default, torch.ops.fxzero.reshard_grad.default)
-
-
-class _Copy:
-    """A layer's nodes in a joint graph, as one of its runs has them."""
-
-    def __init__(self, layer: Layer, run: Run, first_sequence: int, module: nn.Module):
-        self._module = module
-        self._stacks = layer.stacks
-        self._first_sequence = first_sequence
-        self._keys = dict(zip(layer.run.keys, run.keys, strict=True))
-        self._modules = {
-            _stack_key(theirs): ours.meta.get("nn_module_stack")
-            for theirs, ours in zip(layer.run.nodes, run.nodes, strict=True)
-        }
-        self._copies: dict[fx.Node, fx.Node] = {}
-
-    def bind(self, placeholders: Iterable[fx.Node], values: Iterable[fx.Node]) -> None:
-        """Say what the layer's graph reads."""
-        self._copies.update(zip(placeholders, values, strict=True))
-
-    def nodes(self, wanted: Sequence[fx.Node], graph: fx.Graph) -> list[fx.Node]:
-        """The copies of some nodes, made at the graph's insertion point with all they need."""
-        needed: set[fx.Node] = set()
-        queue = [n for n in wanted if n not in self._copies]
-        while queue:
-            node = queue.pop()
-            if node not in needed:
-                needed.add(node)
-                queue.extend(n for n in node.all_input_nodes if n not in self._copies)
-        for node in sorted(needed):
-            is_constant = node.op == "get_attr"
-            copy = _compat.create_node(
-                graph,
-                node.op,
-                constants.adopt(self._module, node) if is_constant else node.target,
-                fx.map_arg(node.args, self._copies.__getitem__),
-                fx.map_arg(node.kwargs, self._copies.__getitem__),
-                node.name,
-            )
-            if node.target in _MARKERS:
-                own = (self._keys.get(a, a) if isinstance(a, str) else a for a in copy.args)
-                _compat.set_args(copy, tuple(own))
-            meta = dict(node.meta)
-            if (sequence := meta.get("seq_nr")) is not None:
-                meta["seq_nr"] = self._first_sequence + sequence
-            if (modules := self._modules.get(self._stacks[node])) is not None:
-                meta["nn_module_stack"] = modules
-            _compat.set_meta(copy, meta)
-            self._copies[node] = copy
-        return [self._copies[node] for node in wanted]
-
-    def replace(
-        self, call: fx.Node, values: Sequence[fx.Node], graph: fx.Graph
-    ) -> dict[fx.Node, fx.Node]:
-        """Put copies in the place of a call, for what is read of it.
-
-        Returns:
-            Parts of the call that the graph returns, with what it shall return instead: one by
-            one, each of a thousand gradients would go through the list of all of them.
-        """
-        parts = list(call.users)
-        with graph.inserting_before(call):
-            copies = self.nodes([values[part.args[1]] for part in parts], graph)  # type: ignore[index]
-        returned: dict[fx.Node, fx.Node] = {}
-        for part, value in zip(parts, copies, strict=True):
-            part.replace_all_uses_with(value, delete_user_cb=lambda user: user.op != "output")
-            if part.users:
-                returned[part] = value
-            else:
-                graph.erase_node(part)
-        if not call.users:
-            graph.erase_node(call)
-        return returned
-
-
-def _stack_key(node: fx.Node) -> str:
-    return str(node.meta.get("nn_module_stack"))
-
-
-def unfold(module: fx.GraphModule, folds: Folds) -> None:
-    """Put the layers' own nodes back into a traced graph, in place."""
-    graph = module.graph
-    constants.record(module)
-    last = max((n.meta.get("seq_nr") or 0 for n in graph.nodes), default=0)
-    copies: dict[int, _Copy] = {}
-    returned: dict[fx.Node, fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.target is _FORWARD:
-            inputs, number = node.args
-            layer, run = folds.layers[number]
-            copy = copies[number] = _Copy(layer, run, last + 1, module)
-            last += 1 + layer.last_sequence
-            copy.bind(layer.placeholders[: len(inputs)], inputs)
-            returned |= copy.replace(node, layer.outputs, graph)
-        elif node.target is _BACKWARD:
-            gradients, number = node.args
-            layer, run = folds.layers[number]
-            copy = copies[number]
-            copy.bind(layer.placeholders[len(run.inputs) :], gradients)
-            returned |= copy.replace(node, layer.gradients, graph)
-    _return(graph, returned)
-    if copies:
-        module.recompile()
-
-
-def _return(graph: fx.Graph, replaced: dict[fx.Node, fx.Node]) -> None:
-    """Let a graph return other nodes than some of its own, which go with the calls that they are
-    parts of."""
-    if not replaced:
-        return
-
-    def end(node: fx.Node) -> fx.Node:
-        while node in replaced:
-            node = replaced[node]
-        return node
-
-    output = graph.output_node()
-    output.args = fx.map_arg(output.args, end)
-    calls = dict.fromkeys(part.all_input_nodes[0] for part in replaced)
-    for node in (*replaced, *calls):
-        graph.erase_node(node)
+fx.node.has_side_effect(FORWARD)
+BACKWARD = torch.ops.fxzero.layer_backward.default

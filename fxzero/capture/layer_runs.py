@@ -13,9 +13,9 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -24,6 +24,8 @@ from fxzero import _compat
 from fxzero._compat import set_grad_enabled
 from fxzero.graph.modules import module_path
 from fxzero.sharding.params import is_key, layer_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,99 @@ def _as_run(nodes: tuple[fx.Node, ...]) -> Run | None:
     structure += values
     structure.append(("outputs", *(position[output] for output in outputs)))
     return Run(nodes, tuple(inputs), tuple(keys), outputs, tuple(structure))
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Equal runs right behind each other, each of which reads what the one before returns.
+
+        x_1 = layer(x, mask, w_0);  x_2 = layer(x_1, mask, w_1);  …
+
+    Nothing else reads what is passed on, and nobody else what is a layer's own.
+    """
+
+    runs: tuple[Run, ...]
+    own: tuple[int, ...] = ()
+    """By number, the inputs that each has for itself: the graph's. The others are shared, but for
+    the one that is passed on. A single run's inputs are whatever they are."""
+    passed: int = 0
+    """The number of the input that the run before returns."""
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """What the first run reads, then what the others have for themselves."""
+        first, *others = self.runs
+        return (*first.inputs, *(run.inputs[i] for run in others for i in self.own))
+
+    def per_input(self, of_run: Sequence[T]) -> tuple[T, ...]:
+        """By input of the chain, what is known by input of a run."""
+        return (*of_run, *(of_run[i] for _ in self.runs[1:] for i in self.own))
+
+    def inputs_of(self, values: Sequence[T]) -> list[tuple[T | None, ...]]:
+        """The inputs of each run among the chain's: None for what the run before returns."""
+        first = values[: len(self.runs[0].inputs)]
+        found: list[tuple[T | None, ...]] = [tuple(first)]
+        rest = iter(values[len(first) :])
+        for _ in self.runs[1:]:
+            inputs: list[T | None] = [*first]
+            inputs[self.passed] = None
+            for i in self.own:
+                inputs[i] = next(rest)
+            found.append(tuple(inputs))
+        return found
+
+    def part(self, begin: int, end: int) -> Chain:
+        """Some of its runs."""
+        return Chain(self.runs[begin:end], self.own, self.passed)
+
+
+def chains(runs: Sequence[Run]) -> list[Chain]:
+    """Equal runs, those of a chain together.
+
+    Args:
+        runs: in the order of the graph.
+    """
+    found: list[Chain] = []
+    for run in runs:
+        link = _link(found[-1].runs[-1], run) if found else None
+        before = found[-1] if found else None
+        if before is not None and link is not None and len(before.runs) == 1:
+            found[-1] = Chain((*before.runs, run), link[0], link[1])
+        elif before is not None and link == (before.own, before.passed):
+            found[-1] = Chain((*before.runs, run), *link)
+        else:
+            found.append(Chain((run,)))
+    return found
+
+
+def _link(run: Run, following: Run) -> tuple[tuple[int, ...], int] | None:
+    """What two runs of a chain have for themselves, and where the second reads the first; None if
+    they are not of one."""
+    last = run.nodes[-1].next
+    while last.op == "placeholder":
+        last = last.next
+    if len(run.outputs) != 1 or last is not following.nodes[0]:
+        return None
+    (output,) = run.outputs
+    if not set(output.users) <= set(following.nodes) or output not in following.inputs:
+        return None
+    passed = following.inputs.index(output)
+    own = []
+    for i, (mine, theirs) in enumerate(zip(run.inputs, following.inputs, strict=True)):
+        if i == passed:
+            continue
+        if mine is not theirs:
+            for node, reader in ((mine, run), (theirs, following)):
+                if node.op != "placeholder" or not set(node.users) <= set(reader.nodes):
+                    return None
+            own.append(i)
+        elif not _is_constant(mine.meta["example_value"]):
+            return None  # its gradient would be a sum over the runs
+    return tuple(own), passed
+
+
+def _is_constant(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.requires_grad
 
 
 def _nested(describe: Callable[[Any], Any], argument: Any) -> Any:

@@ -12,24 +12,24 @@ import torch
 from torch import fx
 
 from fxzero import _compat
-from fxzero.capture.fold_layers import Folds, unfold
+from fxzero.capture.fold_layers import Folds
+from fxzero.capture.unfold_layers import marked_parameters, unfold
 from fxzero.compiler.config import Config
 from fxzero.compiler.pipelines import DECIDING, Pipelines
-from fxzero.compiler.plan import Plan
+from fxzero.compiler.plan import OtherGraphError, Plan
 from fxzero.compiler.run import PassRecord, run_passes
 from fxzero.errors import ConfigError, FxZeroWarning
 from fxzero.graph import StepGraph
+from fxzero.graph.aliases import root
 from fxzero.graph.cut import Sides, crossing, cut
 from fxzero.passes.base import Context, Fact, Pass
 from fxzero.passes.decisions import Decisions
+from fxzero.passes.expand_layers import UnequalLayersError
 from fxzero.passes.release_saved import private_saved
-from fxzero.passes.shard_params import shard_source
 from fxzero.runtime.executor import executable
 from fxzero.sharding.params import ModelState, ParamSpec, spec_of
 
 log = logging.getLogger("fxzero")
-
-_UNSHARD = torch.ops.fxzero.unshard.default
 
 
 @dataclass
@@ -74,13 +74,12 @@ class Compilation:
 
     def read(self, module: fx.GraphModule, num_forward_outputs: int) -> StepGraph:
         """Find out which inputs and outputs belong to which parameter."""
-        unfold(module, self.folds)
         specs: dict[str, ParamSpec] = {}
         inputs: dict[fx.Node, str] = {}
         by_index: dict[int, str] = {}
-        for marker in module.graph.find_nodes(op="call_function", target=_UNSHARD):
-            spec = spec_of(marker.args[1])
-            source = shard_source(marker.args[0])
+        for read, key in marked_parameters(module.graph, self.folds):
+            spec = spec_of(key)
+            source = root(read)
             specs[spec.key] = spec
             inputs[source] = spec.key
             index = _compat.input_index(source)
@@ -127,8 +126,28 @@ class Compilation:
         self.specs = graph.specs
         if self.keep_graphs:
             self.joint = graph
+        folded = graph.clone() if self.folds.leave_out else None
+        unfold(graph, self.folds, leave_out=True)
         self.context.fuses = self.config.fuses
         self.context.costs = self.config.cost.make(graph, fuses=self.config.fuses)
+        try:
+            self.facts = self._run(graph, self.pipelines.scheduling, frozenset())
+            return
+        except UnequalLayersError as error:
+            if self.context.decisions.replayed:
+                raise ConfigError(
+                    f"plan={self.config.plan!r} treats layers that are equal differently: {error}. "
+                    "Decide alike for the layers of a chain, or drop "
+                    f"{', '.join(sorted(self.context.decisions.replayed))} from the plan."
+                ) from None
+            log.warning("every layer goes through the passes by itself: %s", error)
+        except OtherGraphError:  # it may be of a graph in which no layer was left out
+            if folded is None:
+                raise
+        assert folded is not None
+        graph.become(folded)
+        self.start_again(self.pipelines)
+        unfold(graph, self.folds, leave_out=False)
         self.facts = self._run(graph, self.pipelines.scheduling, frozenset())
 
     def start_again(self, pipelines: Pipelines) -> None:
@@ -210,7 +229,7 @@ class Compilation:
     def warn(self) -> None:
         """Report settings that cannot take effect."""
         messages, self.context.warnings = self.context.warnings, []
-        for message in messages:
+        for message in dict.fromkeys(messages):
             if self.config.strict:
                 raise ConfigError(f"{message} (an error because strict=True)")
             warnings.warn(message, FxZeroWarning, stacklevel=2)

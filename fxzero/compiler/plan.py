@@ -25,6 +25,10 @@ FORMAT = 1
 """Of the file: files of another format are refused."""
 
 
+class OtherGraphError(ConfigError):
+    """A plan that does not know a graph."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The decisions of some graphs, and what they were made by."""
@@ -108,12 +112,13 @@ class Plan:
         """What the plan says for a pass and a graph; None if that shall be decided anew.
 
         Raises:
-            ConfigError: the plan is of another graph, or this is no decision of the pass.
+            OtherGraphError: the plan is of another graph.
+            ConfigError: this is no decision of the pass.
         """
         decisions = self.graphs.get(digest)
         if decisions is None:
             known = ", ".join(self.graphs) or "none"
-            raise ConfigError(
+            raise OtherGraphError(
                 f"plan={self.source!r} is of other graphs ({known}) than this one ({digest}): "
                 "another model, loss, batch, world size, ZeRO stage, norm to clip to or version. "
                 "Write it again with fxzero inspect (--step --clip-grad-norm … for a compiled "

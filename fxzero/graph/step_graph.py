@@ -14,6 +14,7 @@ from torch import fx
 
 from fxzero._compat import OpOverload, copy_node, create_node, fake_mode_of, has_symbolic_shape
 from fxzero.errors import VerificationError
+from fxzero.graph.left_out import LeftOut
 from fxzero.graph.pieces import Pieces, called
 from fxzero.graph.stamps import Phase, Role, Segment, Stamp, has_stamp, set_stamp, stamp_of
 from fxzero.sharding.params import ParamSpec
@@ -119,6 +120,8 @@ class StepGraph:
         """The norm of all gradients."""
         self.steady_runs = 1
         """How many micro-steps the fourth of five stands for: see `fxzero.graph.steady`."""
+        self.left_out: list[LeftOut] = []
+        """Equal layers that it does without until `fxzero.passes.expand_layers`."""
         self.skip: fx.Node | None = None
         """One if the update must not happen, else zero."""
         self.fake_mode = fake_mode_of(module.graph)
@@ -288,10 +291,16 @@ class StepGraph:
         )
         other.pieces = self.pieces
         other.steady_runs = self.steady_runs
+        other.left_out = [chain.moved(copies) for chain in self.left_out]
         for name in ("scale", "norm", "skip"):
             node = getattr(self, name)
             setattr(other, name, copies[node] if node is not None else None)
         return other
+
+    def become(self, other: StepGraph) -> None:
+        """Take the nodes of another graph, and all that is known of them: the other one is used
+        up."""
+        self.__dict__.update(other.__dict__)
 
     def reorder(self, order: Iterable[fx.Node]) -> None:
         """Put the call nodes into another order; inputs stay first, the output last."""

@@ -166,6 +166,12 @@ class ParamSpec:
         return self.layout.groups_of(AxisRole.REPLICATE)
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for parameters that are laid out and travel alike."""
+        dtypes = (self.dtype, self.compute_dtype, self.reduce_dtype)
+        return (id(self.state), self.shape, *dtypes, self.layout.axes, self.layout.placements)
+
+    @property
     def zero(self) -> int:
         """The ZeRO stage."""
         return self.state.zero

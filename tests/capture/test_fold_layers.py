@@ -16,6 +16,7 @@ import fxzero
 from examples.models import GPT, GPTConfig
 from fxzero.capture import fold_layers
 from fxzero.capture.fold_layers import Folds, Layer
+from fxzero.capture.unfold_layers import unfold
 from fxzero.compiler.compilation import Compilation
 from fxzero.compiler.run import run_passes
 from fxzero.graph import StepGraph
@@ -450,8 +451,10 @@ def stamped_nodes(*, fold: bool, zero: int, monkeypatch: pytest.MonkeyPatch) -> 
 
     def take(compilation: Compilation) -> None:
         def schedule(graph: StepGraph) -> None:
-            run_passes([StampNodes()], graph, Context())
-            graphs.append(graph)
+            whole = graph.clone()
+            unfold(whole, compilation.folds, leave_out=False)
+            run_passes([StampNodes()], whole, Context())
+            graphs.append(whole)
             Compilation.schedule(compilation, graph)
 
         compilation.schedule = schedule  # type: ignore[method-assign]

@@ -78,7 +78,7 @@ def test_every_pass_has_one_place() -> None:
         ),
         (
             [StampNodes(), Bucket()],
-            "pass 'bucket' requires a graph that is gathered, reduced: nothing here does",
+            "pass 'bucket' requires a graph that is expanded, gathered, reduced: nothing here does",
         ),
     ],
 )

@@ -7,14 +7,14 @@ from tests.mutants.fault import Fault
 FAULTS = (
     Fault(
         "equal layers read the first one's parameters",
-        "fxzero/capture/fold_layers.py",
+        "fxzero/capture/unfold_layers.py",
         "self._keys.get(a, a) if isinstance(a, str) else a for a in copy.args",
         "a for a in copy.args",
         "tests/capture/test_fold_layers.py::test_the_graph_is_the_same[3]",
     ),
     Fault(
         "a constant of a layer is looked up by name in the model",
-        "fxzero/capture/fold_layers.py",
+        "fxzero/capture/unfold_layers.py",
         "constants.adopt(self._module, node) if is_constant else node.target,",
         "node.target,",
         "tests/graph/test_constants.py"
