@@ -17,16 +17,17 @@ from torch.testing import assert_close
 import fxzero
 from fxzero._compat import OpOverload, is_higher_order
 from fxzero.capture import fold_layers
+from fxzero.compiler.compilation import Compilation
 from fxzero.compiler.config import Config
 from fxzero.graph import StepGraph
 from fxzero.graph.modules import module_path
 from fxzero.graph.pieces import is_call, piece_of
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import describe_value
-from fxzero.inspect.capture import capture
+from fxzero.inspect.capture import capture, fake_ranks
 from fxzero.passes import Recompute
 from fxzero.passes.recompute import Repetitions
-from tests.tracing import chain, run, texts, trace, up_to, words
+from tests.tracing import chain, observed, run, texts, trace, up_to
 
 DEPTH = 9
 WIDTH = 16
@@ -276,170 +277,62 @@ def test_the_graph_is_that_of_every_layer(
 
 @texts
 def test_before_and_after() -> None:
-    """Each layer's nodes stand where its turn is, and read their neighbours'."""
+    """Each layer's products stand where its turn is, and read their neighbours'."""
     graph = trace(chain(7, 8, 4, False), zero=0, leave_out=True)
     record = run(graph, up_to("expand_layers"))[-1]
     assert record.notes["layers"] == 2
     assert_expected_inline(
-        "\n".join(words(record.before).splitlines()[8:-1]),
+        products(record.before),
         """\
-tangents_1: f32[] = input
-t: f32[8, 8] = aten.t(primals_2)  # forward compute compute layers.0
-mm: f32[4, 8] = aten.mm(primals_1, t)  # forward compute compute layers.0
-t_1: f32[8, 8] = aten.t(primals_3)  # forward compute compute layers.1
-mm_1: f32[4, 8] = aten.mm(mm, t_1)  # forward compute compute layers.1
-t_2: f32[8, 8] = aten.t(primals_4)  # forward compute compute layers.2
-mm_2: f32[4, 8] = aten.mm(mm_1, t_2)  # forward compute compute layers.2
-t_3: f32[8, 8] = aten.t(primals_7)  # forward compute compute layers.5
-mm_3: f32[4, 8] = aten.mm(mm_2, t_3)  # forward compute compute layers.5
-t_4: f32[8, 8] = aten.t(primals_8)  # forward compute compute layers.6
-mm_4: f32[4, 8] = aten.mm(mm_3, t_4)  # forward compute compute layers.6
-sum_1: f32[] = aten.sum(mm_4)  # forward compute compute layers.6
-expand: f32[4, 8] = aten.expand(tangents_1, [4, 8])  # backward compute compute layers.6
-clone: f32[4, 8] = aten.clone(expand, memory_format=torch.contiguous_format)  # backward compute compute layers.6
-t_5: f32[8, 4] = aten.t(clone)  # backward compute compute layers.6
-mm_5: f32[8, 8] = aten.mm(t_5, mm_3)  # backward compute compute layers.6
-t_6: f32[8, 8] = aten.t(mm_5)  # backward compute compute layers.6
-t_25: f32[8, 8] = aten.t(primals_8)  # backward compute compute layers.6
-t_7: f32[8, 8] = aten.t(t_25)  # backward compute compute layers.6
-mm_6: f32[4, 8] = aten.mm(clone, t_7)  # backward compute compute layers.6
-t_8: f32[8, 8] = aten.t(t_6)  # backward compute compute layers.6
-reduce_layers_6: (f32[8, 8]) = _c10d_functional.all_reduce_coalesced([t_8], avg, 0)  # backward reduce launch layers.6
-reduce_layers_6_done: (f32[8, 8]) = wait(reduce_layers_6)  # backward reduce wait layers.6
-getitem_4: f32[8, 8] = getitem(reduce_layers_6_done, 0)  # backward reduce part layers.6
-t_9: f32[8, 4] = aten.t(mm_6)  # backward compute compute layers.5
-mm_7: f32[8, 8] = aten.mm(t_9, mm_2)  # backward compute compute layers.5
-t_10: f32[8, 8] = aten.t(mm_7)  # backward compute compute layers.5
-t_26: f32[8, 8] = aten.t(primals_7)  # backward compute compute layers.5
-t_11: f32[8, 8] = aten.t(t_26)  # backward compute compute layers.5
-mm_8: f32[4, 8] = aten.mm(mm_6, t_11)  # backward compute compute layers.5
-t_12: f32[8, 8] = aten.t(t_10)  # backward compute compute layers.5
-reduce_layers_5: (f32[8, 8]) = _c10d_functional.all_reduce_coalesced([t_12], avg, 0)  # backward reduce launch layers.5
-reduce_layers_5_done: (f32[8, 8]) = wait(reduce_layers_5)  # backward reduce wait layers.5
-getitem_3: f32[8, 8] = getitem(reduce_layers_5_done, 0)  # backward reduce part layers.5
-t_13: f32[8, 4] = aten.t(mm_8)  # backward compute compute layers.2
-mm_9: f32[8, 8] = aten.mm(t_13, mm_1)  # backward compute compute layers.2
-t_14: f32[8, 8] = aten.t(mm_9)  # backward compute compute layers.2
-t_27: f32[8, 8] = aten.t(primals_4)  # backward compute compute layers.2
-t_15: f32[8, 8] = aten.t(t_27)  # backward compute compute layers.2
-mm_10: f32[4, 8] = aten.mm(mm_8, t_15)  # backward compute compute layers.2
-t_16: f32[8, 8] = aten.t(t_14)  # backward compute compute layers.2
-reduce_layers_2: (f32[8, 8]) = _c10d_functional.all_reduce_coalesced([t_16], avg, 0)  # backward reduce launch layers.2
-reduce_layers_2_done: (f32[8, 8]) = wait(reduce_layers_2)  # backward reduce wait layers.2
-getitem_2: f32[8, 8] = getitem(reduce_layers_2_done, 0)  # backward reduce part layers.2
-t_17: f32[8, 4] = aten.t(mm_10)  # backward compute compute layers.1
-mm_11: f32[8, 8] = aten.mm(t_17, mm)  # backward compute compute layers.1
-t_18: f32[8, 8] = aten.t(mm_11)  # backward compute compute layers.1
-t_28: f32[8, 8] = aten.t(primals_3)  # backward compute compute layers.1
-t_19: f32[8, 8] = aten.t(t_28)  # backward compute compute layers.1
-mm_12: f32[4, 8] = aten.mm(mm_10, t_19)  # backward compute compute layers.1
-t_20: f32[8, 8] = aten.t(t_18)  # backward compute compute layers.1
-reduce_layers_1: (f32[8, 8]) = _c10d_functional.all_reduce_coalesced([t_20], avg, 0)  # backward reduce launch layers.1
-reduce_layers_1_done: (f32[8, 8]) = wait(reduce_layers_1)  # backward reduce wait layers.1
-getitem_1: f32[8, 8] = getitem(reduce_layers_1_done, 0)  # backward reduce part layers.1
-t_21: f32[8, 4] = aten.t(mm_12)  # backward compute compute layers.0
-mm_13: f32[8, 8] = aten.mm(t_21, primals_1)  # backward compute compute layers.0
-t_22: f32[8, 8] = aten.t(mm_13)  # backward compute compute layers.0
-t_29: f32[8, 8] = aten.t(primals_2)  # backward compute compute layers.0
-t_23: f32[8, 8] = aten.t(t_29)  # backward compute compute layers.0
-mm_14: f32[4, 8] = aten.mm(mm_12, t_23)  # backward compute compute layers.0
-t_24: f32[8, 8] = aten.t(t_22)  # backward compute compute layers.0
-reduce_layers_0: (f32[8, 8]) = _c10d_functional.all_reduce_coalesced([t_24], avg, 0)  # backward reduce launch layers.0
-reduce_layers_0_done: (f32[8, 8]) = wait(reduce_layers_0)  # backward reduce wait layers.0
-getitem: f32[8, 8] = getitem(reduce_layers_0_done, 0)  # backward reduce part layers.0""",
+mm = aten.mm(primals_1, t)  # forward layers.0
+mm_1 = aten.mm(mm, t_1)  # forward layers.1
+mm_2 = aten.mm(mm_1, t_2)  # forward layers.2
+mm_3 = aten.mm(mm_2, t_3)  # forward layers.5
+mm_4 = aten.mm(mm_3, t_4)  # forward layers.6
+mm_5: f32[8, 8] = aten.mm(t_5, mm_3)  # backward layers.6
+mm_6 = aten.mm(clone, t_7)  # backward layers.6
+mm_7: f32[8, 8] = aten.mm(t_9, mm_2)  # backward layers.5
+mm_8 = aten.mm(mm_6, t_11)  # backward layers.5
+mm_9: f32[8, 8] = aten.mm(t_13, mm_1)  # backward layers.2
+mm_10 = aten.mm(mm_8, t_15)  # backward layers.2
+mm_11: f32[8, 8] = aten.mm(t_17, mm)  # backward layers.1
+mm_12 = aten.mm(mm_10, t_19)  # backward layers.1
+mm_13: f32[8, 8] = aten.mm(t_21, primals_1)  # backward layers.0
+mm_14 = aten.mm(mm_12, t_23)  # backward layers.0
+return (sum_1, mm_14, getitem, getitem_1, getitem_2, None, None, getitem_3, getitem_4)""",
     )
     assert_expected_inline(
-        "\n".join(words(record.after).splitlines()[8:-1]),
+        products(record.after),
         """\
-tangents_1: f32[] = input
-t: f32[8, 8] = aten.t(primals_2)  # forward compute compute layers.0
-mm: f32[4, 8] = aten.mm(primals_1, t)  # forward compute compute layers.0
-t_1: f32[8, 8] = aten.t(primals_3)  # forward compute compute layers.1
-mm_1: f32[4, 8] = aten.mm(mm, t_1)  # forward compute compute layers.1
-t_2: f32[8, 8] = aten.t(primals_4)  # forward compute compute layers.2
-mm_2: f32[4, 8] = aten.mm(mm_1, t_2)  # forward compute compute layers.2
-t_30: f32[8, 8] = aten.t(primals_5)  # forward compute compute layers.3
-mm_15: f32[4, 8] = aten.mm(mm_2, t_30)  # forward compute compute layers.3
-t_31: f32[8, 8] = aten.t(primals_6)  # forward compute compute layers.4
-mm_16: f32[4, 8] = aten.mm(mm_15, t_31)  # forward compute compute layers.4
-t_3: f32[8, 8] = aten.t(primals_7)  # forward compute compute layers.5
-mm_3: f32[4, 8] = aten.mm(mm_16, t_3)  # forward compute compute layers.5
-t_4: f32[8, 8] = aten.t(primals_8)  # forward compute compute layers.6
-mm_4: f32[4, 8] = aten.mm(mm_3, t_4)  # forward compute compute layers.6
-sum_1: f32[] = aten.sum(mm_4)  # forward compute compute layers.6
-expand: f32[4, 8] = aten.expand(tangents_1, [4, 8])  # backward compute compute layers.6
-clone: f32[4, 8] = aten.clone(expand, memory_format=torch.contiguous_format)  # backward compute compute layers.6
-t_5: f32[8, 4] = aten.t(clone)  # backward compute compute layers.6
-mm_5: f32[8, 8] = aten.mm(t_5, mm_3)  # backward compute compute layers.6
-t_6: f32[8, 8] = aten.t(mm_5)  # backward compute compute layers.6
-t_25: f32[8, 8] = aten.t(primals_8)  # backward compute compute layers.6
-t_7: f32[8, 8] = aten.t(t_25)  # backward compute compute layers.6
-mm_6: f32[4, 8] = aten.mm(clone, t_7)  # backward compute compute layers.6
-t_8: f32[8, 8] = aten.t(t_6)  # backward compute compute layers.6
-reduce_layers_6: (f32[8, 8]) = _c10d_functional.all_reduce_coalesced([t_8], avg, 0)  # backward reduce launch layers.6
-reduce_layers_6_done: (f32[8, 8]) = wait(reduce_layers_6)  # backward reduce wait layers.6
-getitem_4: f32[8, 8] = getitem(reduce_layers_6_done, 0)  # backward reduce part layers.6
-t_9: f32[8, 4] = aten.t(mm_6)  # backward compute compute layers.5
-mm_7: f32[8, 8] = aten.mm(t_9, mm_16)  # backward compute compute layers.5
-t_10: f32[8, 8] = aten.t(mm_7)  # backward compute compute layers.5
-t_26: f32[8, 8] = aten.t(primals_7)  # backward compute compute layers.5
-t_11: f32[8, 8] = aten.t(t_26)  # backward compute compute layers.5
-mm_8: f32[4, 8] = aten.mm(mm_6, t_11)  # backward compute compute layers.5
-t_12: f32[8, 8] = aten.t(t_10)  # backward compute compute layers.5
-reduce_layers_5: (f32[8, 8]) = _c10d_functional.all_reduce_coalesced([t_12], avg, 0)  # backward reduce launch layers.5
-reduce_layers_5_done: (f32[8, 8]) = wait(reduce_layers_5)  # backward reduce wait layers.5
-getitem_3: f32[8, 8] = getitem(reduce_layers_5_done, 0)  # backward reduce part layers.5
-t_32: f32[8, 4] = aten.t(mm_8)  # backward compute compute layers.4
-mm_17: f32[8, 8] = aten.mm(t_32, mm_15)  # backward compute compute layers.4
-t_33: f32[8, 8] = aten.t(mm_17)  # backward compute compute layers.4
-t_34: f32[8, 8] = aten.t(primals_6)  # backward compute compute layers.4
-t_35: f32[8, 8] = aten.t(t_34)  # backward compute compute layers.4
-mm_18: f32[4, 8] = aten.mm(mm_8, t_35)  # backward compute compute layers.4
-t_36: f32[8, 8] = aten.t(t_33)  # backward compute compute layers.4
-reduce_layers_4: (f32[8, 8]) = _c10d_functional.all_reduce_coalesced([t_36], avg, 0)  # backward reduce launch layers.4
-reduce_layers_4_done: (f32[8, 8]) = wait(reduce_layers_4)  # backward reduce wait layers.4
-getitem_5: f32[8, 8] = getitem(reduce_layers_4_done, 0)  # backward reduce part layers.4
-t_37: f32[8, 4] = aten.t(mm_18)  # backward compute compute layers.3
-mm_19: f32[8, 8] = aten.mm(t_37, mm_2)  # backward compute compute layers.3
-t_38: f32[8, 8] = aten.t(mm_19)  # backward compute compute layers.3
-t_39: f32[8, 8] = aten.t(primals_5)  # backward compute compute layers.3
-t_40: f32[8, 8] = aten.t(t_39)  # backward compute compute layers.3
-mm_20: f32[4, 8] = aten.mm(mm_18, t_40)  # backward compute compute layers.3
-t_41: f32[8, 8] = aten.t(t_38)  # backward compute compute layers.3
-reduce_layers_3: (f32[8, 8]) = _c10d_functional.all_reduce_coalesced([t_41], avg, 0)  # backward reduce launch layers.3
-reduce_layers_3_done: (f32[8, 8]) = wait(reduce_layers_3)  # backward reduce wait layers.3
-getitem_6: f32[8, 8] = getitem(reduce_layers_3_done, 0)  # backward reduce part layers.3
-t_13: f32[8, 4] = aten.t(mm_20)  # backward compute compute layers.2
-mm_9: f32[8, 8] = aten.mm(t_13, mm_1)  # backward compute compute layers.2
-t_14: f32[8, 8] = aten.t(mm_9)  # backward compute compute layers.2
-t_27: f32[8, 8] = aten.t(primals_4)  # backward compute compute layers.2
-t_15: f32[8, 8] = aten.t(t_27)  # backward compute compute layers.2
-mm_10: f32[4, 8] = aten.mm(mm_20, t_15)  # backward compute compute layers.2
-t_16: f32[8, 8] = aten.t(t_14)  # backward compute compute layers.2
-reduce_layers_2: (f32[8, 8]) = _c10d_functional.all_reduce_coalesced([t_16], avg, 0)  # backward reduce launch layers.2
-reduce_layers_2_done: (f32[8, 8]) = wait(reduce_layers_2)  # backward reduce wait layers.2
-getitem_2: f32[8, 8] = getitem(reduce_layers_2_done, 0)  # backward reduce part layers.2
-t_17: f32[8, 4] = aten.t(mm_10)  # backward compute compute layers.1
-mm_11: f32[8, 8] = aten.mm(t_17, mm)  # backward compute compute layers.1
-t_18: f32[8, 8] = aten.t(mm_11)  # backward compute compute layers.1
-t_28: f32[8, 8] = aten.t(primals_3)  # backward compute compute layers.1
-t_19: f32[8, 8] = aten.t(t_28)  # backward compute compute layers.1
-mm_12: f32[4, 8] = aten.mm(mm_10, t_19)  # backward compute compute layers.1
-t_20: f32[8, 8] = aten.t(t_18)  # backward compute compute layers.1
-reduce_layers_1: (f32[8, 8]) = _c10d_functional.all_reduce_coalesced([t_20], avg, 0)  # backward reduce launch layers.1
-reduce_layers_1_done: (f32[8, 8]) = wait(reduce_layers_1)  # backward reduce wait layers.1
-getitem_1: f32[8, 8] = getitem(reduce_layers_1_done, 0)  # backward reduce part layers.1
-t_21: f32[8, 4] = aten.t(mm_12)  # backward compute compute layers.0
-mm_13: f32[8, 8] = aten.mm(t_21, primals_1)  # backward compute compute layers.0
-t_22: f32[8, 8] = aten.t(mm_13)  # backward compute compute layers.0
-t_29: f32[8, 8] = aten.t(primals_2)  # backward compute compute layers.0
-t_23: f32[8, 8] = aten.t(t_29)  # backward compute compute layers.0
-mm_14: f32[4, 8] = aten.mm(mm_12, t_23)  # backward compute compute layers.0
-t_24: f32[8, 8] = aten.t(t_22)  # backward compute compute layers.0
-reduce_layers_0: (f32[8, 8]) = _c10d_functional.all_reduce_coalesced([t_24], avg, 0)  # backward reduce launch layers.0
-reduce_layers_0_done: (f32[8, 8]) = wait(reduce_layers_0)  # backward reduce wait layers.0
-getitem: f32[8, 8] = getitem(reduce_layers_0_done, 0)  # backward reduce part layers.0""",
+mm = aten.mm(primals_1, t)  # forward layers.0
+mm_1 = aten.mm(mm, t_1)  # forward layers.1
+mm_2 = aten.mm(mm_1, t_2)  # forward layers.2
+mm_15 = aten.mm(mm_2, t_30)  # forward layers.3
+mm_16 = aten.mm(mm_15, t_31)  # forward layers.4
+mm_3 = aten.mm(mm_16, t_3)  # forward layers.5
+mm_4 = aten.mm(mm_3, t_4)  # forward layers.6
+mm_5: f32[8, 8] = aten.mm(t_5, mm_3)  # backward layers.6
+mm_6 = aten.mm(clone, t_7)  # backward layers.6
+mm_7: f32[8, 8] = aten.mm(t_9, mm_16)  # backward layers.5
+mm_8 = aten.mm(mm_6, t_11)  # backward layers.5
+mm_17: f32[8, 8] = aten.mm(t_32, mm_15)  # backward layers.4
+mm_18 = aten.mm(mm_8, t_35)  # backward layers.4
+mm_19: f32[8, 8] = aten.mm(t_37, mm_2)  # backward layers.3
+mm_20 = aten.mm(mm_18, t_40)  # backward layers.3
+mm_9: f32[8, 8] = aten.mm(t_13, mm_1)  # backward layers.2
+mm_10 = aten.mm(mm_20, t_15)  # backward layers.2
+mm_11: f32[8, 8] = aten.mm(t_17, mm)  # backward layers.1
+mm_12 = aten.mm(mm_10, t_19)  # backward layers.1
+mm_13: f32[8, 8] = aten.mm(t_21, primals_1)  # backward layers.0
+mm_14 = aten.mm(mm_12, t_23)  # backward layers.0
+return (sum_1, mm_14, getitem, getitem_1, getitem_2, getitem_6, getitem_5, getitem_3, getitem_4)""",
     )
+
+
+def products(text: str) -> str:
+    """The products in a graph's text, and what it returns."""
+    lines = [line for line in text.splitlines() if "aten.mm(" in line or "return" in line]
+    return "\n".join(line.replace(": f32[4, 8]", "").replace(" compute", "") for line in lines)
 
 
 def without_the_examples(decide: Any) -> Any:
@@ -497,6 +390,22 @@ def test_a_plan_of_layers_that_were_told_apart_is_replayed(
         assert theirs.joint is not None
         assert described(mine.joint) == described(theirs.joint)
         assert mine.context.decisions.replayed == set(mine.context.decisions.made)
+
+
+def test_layers_that_are_sharded_differently_are_not_left_out() -> None:
+    """They trace alike, and their transfers differ."""
+    torch._dynamo.reset()
+    found: list[Compilation] = []
+    with fake_ranks(8), observed(found.append):
+        model = Deep()
+        for i, layer in enumerate(model.h):
+            fxzero.shard(layer, 1 if i == 4 else 3)
+        options = {"lower_regions": {"backend": "eager"}}
+        compiled_model = torch.compile(model, backend="fxzero", options=options)
+        compiled_model(torch.randn(2, WIDTH)).backward()
+    (compilation,) = found
+    notes = [record.notes for record in compilation.records if record.name == "expand_layers"]
+    assert [dict(note) for note in notes] == [{}]
 
 
 class Collected(Deep):

@@ -68,4 +68,40 @@ FAULTS = (
         "return node.target.__name__",
         "tests/passes/test_outline.py::test_what_is_called_counts_in_a_digest",
     ),
+    Fault(
+        "layers that were left out read the example's parameters",
+        "passes/expand_layers.py",
+        "return self._layers[layer - _EXAMPLE - 1].inputs[number]",
+        "return self._example.inputs[number]",
+        "tests/passes/test_expand_layers.py::test_gradients_are_those_of_eager[loop-Deep]",
+    ),
+    Fault(
+        "the layer behind those that were left out reads the first of them",
+        "passes/expand_layers.py",
+        "(_EXAMPLE + 1, _EXAMPLE, last),",
+        "(_EXAMPLE + 1, _EXAMPLE, 0),",
+        "tests/passes/test_expand_layers.py::test_gradients_are_those_of_eager[loop-Deep]",
+    ),
+    Fault(
+        "a chain goes on where others read what it passes on",
+        "fxzero/capture/layer_runs.py",
+        "if not set(output.users) <= set(following.nodes) or",
+        "if",
+        "tests/passes/test_expand_layers.py::test_gradients_are_those_of_eager[loop-Collected]",
+    ),
+    Fault(
+        "the gradient of what all layers of a chain share is the first one's",
+        "fxzero/capture/layer_runs.py",
+        '        elif not _is_constant(mine.meta["example_value"]):',
+        "        elif False:",
+        "tests/passes/test_expand_layers.py::test_gradients_are_those_of_eager[loop-SharedScale]",
+    ),
+    Fault(
+        "layers that are sharded differently are left out",
+        "fxzero/capture/unfold_layers.py",
+        "if len({tuple(_kinds(graph, place)) for place in found}) != 1:",
+        "if False:",
+        "tests/passes/test_expand_layers.py"
+        "::test_layers_that_are_sharded_differently_are_not_left_out",
+    ),
 )
