@@ -18,7 +18,7 @@ import itertools
 import logging
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -90,9 +90,18 @@ class Call:
 
     layer: Layer
     chain: Chain
+    hidden: tuple[int | None, ...]
+    """By input of the chain, which of the graph's inputs it is, if AOTAutograd shall not see that
+    the chain reads it: it would take each of a thousand parameters through six layers of its own.
+    `fxzero.capture.unfold_layers.reveal` puts it right."""
     before: tuple[Run, ...] = ()
     """Of the middle of a chain: the runs right before it, which have calls of their own."""
     behind: tuple[Run, ...] = ()
+
+    def shown(self, by_input: Iterable[T]) -> list[T]:
+        """Of what is known by input of the chain, that of those that AOTAutograd sees."""
+        pairs = zip(by_input, self.hidden, strict=True)
+        return [value for value, hidden in pairs if hidden is None]
 
     @functools.cached_property
     def wanted(self) -> tuple[bool, ...]:
@@ -100,10 +109,16 @@ class Call:
         return self.chain.per_input(self.layer.wanted) if self.layer.wanted else ()
 
     @functools.cached_property
-    def gradients(self) -> list[fx.Node]:
-        """The layer's values that are the gradients of the inputs that have one."""
-        values = self.layer.gradient_of_input
-        return [value for value in self.chain.per_input(values) if value is not None]
+    def gradients(self) -> tuple[fx.Node | None, ...]:
+        """By input, the layer's value that is its gradient; empty in inference."""
+        return self.chain.per_input(self.layer.gradient_of_input) if self.layer.wanted else ()
+
+    @functools.cached_property
+    def shown_gradients(self) -> list[fx.Node]:
+        """Those that AOTAutograd sees."""
+        if not self.wanted:
+            return []
+        return [value for value in self.shown(self.gradients) if value is not None]
 
 
 @dataclass
@@ -196,12 +211,13 @@ def fold_layers(
     if fake_mode is None:
         return folds
     nodes: dict[fx.Node, Chain] = {}
+    inputs = {node: i for i, node in enumerate(module.graph.find_nodes(op="placeholder"))}
     for equal in kinds:
         layer = trace_layer(equal[0], decompositions, fake_mode)
-        for part in _parts(layer, equal) if layer is not None else ():
+        for part in _parts(layer, equal, inputs) if layer is not None else ():
             number = next(_numbers)
             folds.calls[number] = part
-            nodes[_call(module.graph, part.chain, number)] = part.chain
+            nodes[_call(module.graph, part, number)] = part.chain
     for node, chain in nodes.items():
         _take_outputs(module.graph, chain.runs[-1], node)
     replaced = [run for chain in nodes.values() for run in chain.runs]
@@ -221,18 +237,33 @@ The one between is the example for those that are left out: see `fxzero.passes.e
 LEAST_LEFT_OUT = 2
 
 
-def _parts(layer: Layer, equal: list[Run]) -> Iterator[Call]:
-    """The calls that stand for equal runs: one for each, but for the middle of a long chain."""
+def _parts(layer: Layer, equal: list[Run], numbers: Mapping[fx.Node, int]) -> Iterator[Call]:
+    """The calls that stand for equal runs: one for each, but for the middle of a long chain.
+
+    Args:
+        numbers: of the graph's inputs.
+    """
+
+    def singly(runs: Iterable[Run]) -> Iterator[Call]:
+        for run in runs:
+            yield Call(layer, Chain((run,)), (None,) * len(run.inputs))
+
     first, last = KEPT
     for chain in chains(equal):
         count = len(chain.runs)
-        if count < first + last + LEAST_LEFT_OUT:
-            yield from (Call(layer, Chain((run,))) for run in chain.runs)
+        # Backward comes to the parameters of a chain through what is passed on.
+        reached = not any(layer.wanted) or layer.wanted[chain.passed]
+        if count < first + last + LEAST_LEFT_OUT or not reached:
+            yield from singly(chain.runs)
             continue
-        yield from (Call(layer, Chain((run,))) for run in chain.runs[:first])
+        yield from singly(chain.runs[:first])
         middle = chain.part(first, count - last)
-        yield Call(layer, middle, chain.runs[:first], chain.runs[-last:])
-        yield from (Call(layer, Chain((run,))) for run in chain.runs[-last:])
+        own = set(middle.own)
+        of_first = ((i, node) for i, node in enumerate(middle.runs[0].inputs))
+        hidden = [numbers[node] if i in own else None for i, node in of_first]
+        hidden += [numbers[run.inputs[i]] for run in middle.runs[1:] for i in middle.own]
+        yield Call(layer, middle, tuple(hidden), chain.runs[:first], chain.runs[-last:])
+        yield from singly(chain.runs[-last:])
 
 
 def trace_layer(
@@ -260,11 +291,11 @@ def trace_layer(
     return Layer(traced.graph, run)
 
 
-def _call(graph: fx.Graph, chain: Chain, number: int) -> fx.Node:
+def _call(graph: fx.Graph, of: Call, number: int) -> fx.Node:
     """Put a call next to the runs that it will replace."""
-    last = chain.runs[-1]
-    with graph.inserting_before(chain.runs[0].nodes[0]):
-        call = graph.call_function(call_layer, (number, *chain.inputs))
+    last = of.chain.runs[-1]
+    with graph.inserting_before(of.chain.runs[0].nodes[0]):
+        call = graph.call_function(call_layer, (number, *of.shown(of.chain.inputs)))
     call.meta = dict(last.outputs[-1].meta)
     call.meta["example_value"] = tuple(node.meta["example_value"] for node in last.outputs)
     return call
@@ -282,7 +313,7 @@ def _take_outputs(graph: fx.Graph, run: Run, call: fx.Node) -> None:
 
 def call_layer(number: int, *inputs: Tensor) -> tuple[Tensor, ...]:
     """Stand in for a folded layer, or a chain of them, while its model is traced."""
-    if any(_calls[number].wanted):
+    if _calls[number].shown_gradients:
         return _Call.apply(number, *inputs)
     return tuple(torch.ops.fxzero.layer_forward(list(inputs), number))
 
@@ -306,13 +337,14 @@ class _Call(torch.autograd.Function):
         kinds = zip(all_grads, call.layer.run.differentiable, strict=True)
         grads = [grad for grad, has_grad in kinds if has_grad]
         given = [grad.contiguous() for grad in grads if grad is not None]
+        wanted = call.shown(call.wanted)
         if not given:
-            return None, *(None for _ in call.wanted)
+            return None, *(None for _ in wanted)
         if len(given) < len(grads):
             raise _PartOfGradientsError
         # What the layer read is known from its forward, whatever has been written there since.
         found = iter(torch.ops.fxzero.layer_backward(given, ctx.number))
-        return None, *(next(found) if wanted else None for wanted in call.wanted)
+        return None, *(next(found) if has_grad else None for has_grad in wanted)
 
 
 def _forward_fake(inputs: list[Tensor], number: int) -> list[Tensor]:
@@ -320,7 +352,7 @@ def _forward_fake(inputs: list[Tensor], number: int) -> list[Tensor]:
 
 
 def _backward_fake(grads: list[Tensor], number: int) -> list[Tensor]:
-    return [_like(gradient.meta["val"]) for gradient in _calls[number].gradients]
+    return [_like(gradient.meta["val"]) for gradient in _calls[number].shown_gradients]
 
 
 def _like(value: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ The middle of a long chain of layers is left out, and what it needs is noted for
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -30,6 +31,61 @@ from fxzero.sharding.params import layer_of
 
 _UNSHARD = torch.ops.fxzero.unshard.default
 _MARKERS = (_UNSHARD, torch.ops.fxzero.reshard_grad.default)
+
+
+def reveal(graph: fx.Graph, folds: Folds) -> None:
+    """Let calls of chains read the inputs that AOTAutograd was not shown, and have their gradients.
+
+    Until then those are inputs that nobody reads, and have no gradients.
+    """
+    calls = {number: call for number, call in folds.calls.items() if len(call.chain.runs) > 1}
+    if not calls:
+        return
+    by_index = {
+        _compat.input_index(node): node
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(node.meta.get("val"), torch.Tensor)
+    }
+    output = graph.output_node()
+    (values,) = output.args
+    assert isinstance(values, (list, tuple))
+    returned = list(values)
+    places = {
+        index: i
+        for i, description in enumerate(output.meta.get("desc") or ())
+        if (index := _compat.gradient_index(description)) is not None
+    }
+    nodes = [
+        n
+        for target in (FORWARD, BACKWARD)
+        for n in graph.find_nodes(op="call_function", target=target)
+    ]
+    for node in nodes:
+        given, number = node.args
+        if number not in calls:
+            continue
+        call = calls[number]
+        if node.target is FORWARD:
+            shown = iter(given)
+            inputs = [next(shown) if i is None else by_index[i] for i in call.hidden]
+            _compat.set_args(node, (inputs, number))
+            continue
+        wanted = [i for i, wanted in enumerate(call.wanted) if wanted]
+        parts = sorted(node.users, key=lambda part: part.args[1])
+        shown = iter([k for k, i in enumerate(wanted) if call.hidden[i] is None])
+        numbers = list(shown)
+        for part in parts:
+            _compat.set_args(part, (node, numbers[part.args[1]]))
+        with graph.inserting_after(node):
+            for k, i in enumerate(wanted):
+                index, gradient = call.hidden[i], call.gradients[i]
+                if index is not None and gradient is not None:
+                    part = _compat.create_node(
+                        graph, "call_function", operator.getitem, (node, k), {}
+                    )
+                    part.meta["val"] = gradient.meta["val"]
+                    returned[places[index]] = part
+    output.args = (tuple(returned),)
 
 
 def marked_parameters(graph: fx.Graph, folds: Folds) -> Iterator[tuple[fx.Node, str]]:

@@ -13,7 +13,7 @@ from torch import fx
 
 from fxzero import _compat
 from fxzero.capture.fold_layers import Folds
-from fxzero.capture.unfold_layers import marked_parameters, unfold
+from fxzero.capture.unfold_layers import marked_parameters, reveal, unfold
 from fxzero.compiler.config import Config
 from fxzero.compiler.pipelines import DECIDING, Pipelines
 from fxzero.compiler.plan import OtherGraphError, Plan
@@ -74,6 +74,7 @@ class Compilation:
 
     def read(self, module: fx.GraphModule, num_forward_outputs: int) -> StepGraph:
         """Find out which inputs and outputs belong to which parameter."""
+        reveal(module.graph, self.folds)
         specs: dict[str, ParamSpec] = {}
         inputs: dict[fx.Node, str] = {}
         by_index: dict[int, str] = {}
