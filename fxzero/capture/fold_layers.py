@@ -93,10 +93,15 @@ class Call:
     hidden: tuple[int | None, ...]
     """By input of the chain, which of the graph's inputs it is, if AOTAutograd shall not see that
     the chain reads it: it would take each of a thousand parameters through six layers of its own.
-    `fxzero.capture.unfold_layers.reveal` puts it right."""
+    `fxzero.capture.folded.reveal` puts it right."""
     before: tuple[Run, ...] = ()
     """Of the middle of a chain: the runs right before it, which have calls of their own."""
     behind: tuple[Run, ...] = ()
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether AOTAutograd does not see all that it reads."""
+        return any(i is not None for i in self.hidden)
 
     def shown(self, by_input: Iterable[T]) -> list[T]:
         """Of what is known by input of the chain, that of those that AOTAutograd sees."""

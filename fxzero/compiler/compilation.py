@@ -13,7 +13,8 @@ from torch import fx
 
 from fxzero import _compat
 from fxzero.capture.fold_layers import Folds
-from fxzero.capture.unfold_layers import marked_parameters, reveal, unfold
+from fxzero.capture.folded import marked_parameters, reveal
+from fxzero.capture.unfold_layers import unfold
 from fxzero.compiler.config import Config
 from fxzero.compiler.pipelines import DECIDING, Pipelines
 from fxzero.compiler.plan import OtherGraphError, Plan
