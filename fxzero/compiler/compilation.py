@@ -70,6 +70,7 @@ class Compilation:
         """AOTAutograd's partitioner: run the joint passes and cut."""
         graph = self.read(module, num_fwd_outputs)
         self.schedule(graph)
+        self.folds = Folds()  # they hold what Dynamo has traced
         sides = self.cut(graph)
         return sides.forward.module, sides.backward.module
 
@@ -213,6 +214,7 @@ class Compilation:
             NotSteadyError: it holds fewer micro-steps than the step has, and cannot.
         """
         self._run(graph, self.pipelines.lowering, self.facts | {Fact.CUT, Fact.RELEASED})
+        self.folds = Folds()  # what Dynamo has traced is not read again
         return executable(graph, self.states())
 
     def states(self) -> list[ModelState]:
@@ -224,6 +226,7 @@ class Compilation:
         output = next(iter(reversed(module.graph.nodes)))
         graph = self.read(module, len(output.args[0]))
         self.schedule(graph)
+        self.folds = Folds()
         call = self.lower_side(module, inputs)
         _compat.return_free_memory()
         return call
