@@ -12,6 +12,7 @@ whole one fits 64 bits. Nothing is converted that somebody may not have meant: `
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 import types
@@ -88,6 +89,7 @@ def at_least(where: str, value: float | None, least: int) -> None:
         raise ConfigError(f"{where}={value} must {must}")
 
 
+@functools.cache
 def fields_of(kind: type[Any]) -> dict[str, Any]:
     """The types of a dataclass's fields, by name."""
     hints = typing.get_type_hints(kind)

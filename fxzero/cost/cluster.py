@@ -6,6 +6,7 @@ reads one of them, or a file of your own with the same keys.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Mapping
@@ -128,20 +129,28 @@ def load_cluster(name: str) -> ClusterSpec:
         path = Path(name)
         if not path.is_file():
             raise ConfigError(f"cost.cluster={name!r}: there is no such file in {Path.cwd()}")
-        values = _parse(path.read_bytes(), name)
+        content = path.read_bytes()
     elif name in (known := known_clusters()):
         file = resources.files("fxzero.conf") / "cluster" / f"{name}.yaml"
-        values = _parse(file.read_bytes(), name)
+        content = file.read_bytes()
     else:
         raise ConfigError(
             f"cost.cluster={name!r}: {nearest(name, known)}; or a file that ends in .yaml"
         )
+    return _spec(content, name)
+
+
+@functools.lru_cache(maxsize=32)
+def _spec(content: bytes, name: str) -> ClusterSpec:
+    """What a file says; read once, as every compilation asks for it."""
+    values = _parse(content, name)
     if not isinstance(values, dict):
         raise ConfigError(
             f"cluster {name!r} must be a mapping with the keys of conf/cluster/laptop.yaml, not "
             f"{type(values).__name__}"
         )
-    return _read(ClusterSpec, {"name": Path(name).stem, **values}, name)
+    spec: ClusterSpec = _read(ClusterSpec, {"name": Path(name).stem, **values}, name)
+    return spec
 
 
 def _parse(content: bytes, name: str) -> Any:
