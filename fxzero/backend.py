@@ -35,6 +35,7 @@ from fxzero.sharding.plain import plain_parameters
 from fxzero.sharding.sharded_value import ShardedValue, as_dtensors
 
 
+@_compat.with_room_for_frames
 def fxzero(
     module: fx.GraphModule,
     example_inputs: Sequence[Any],

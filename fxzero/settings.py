@@ -12,7 +12,6 @@ whole one fits 64 bits. Nothing is converted that somebody may not have meant: `
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import operator
 import types
@@ -89,11 +88,15 @@ def at_least(where: str, value: float | None, least: int) -> None:
         raise ConfigError(f"{where}={value} must {must}")
 
 
-@functools.cache
+_fields: dict[type[Any], dict[str, Any]] = {}
+
+
 def fields_of(kind: type[Any]) -> dict[str, Any]:
-    """The types of a dataclass's fields, by name."""
-    hints = typing.get_type_hints(kind)
-    return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
+    """The types of a dataclass's fields, by name; evaluated once."""
+    if kind not in _fields:
+        hints = typing.get_type_hints(kind)
+        _fields[kind] = {f.name: hints[f.name] for f in dataclasses.fields(kind)}
+    return _fields[kind]
 
 
 def convert(hint: Any, value: Any, where: str) -> Any:

@@ -61,26 +61,35 @@ def join_small(
     Joined buckets stay below the cap. Where a full one stands between two small ones, biases
     between matrices that have a bucket each, the two travel together nevertheless.
     """
+    bytes_of = [sum(transfer.record.full_bytes for transfer in bucket) for bucket in buckets]
+    kinds = [bucket[0].record.combines for bucket in buckets]
+    least: dict[object, int] = {}
+    for kind, size in zip(kinds, bytes_of, strict=True):
+        least[kind] = min(size, least.get(kind, size))
     joined: list[list[TransferNodes]] = []
     sizes: list[int] = []
-    for i, bucket in enumerate(buckets):
-        size = sum(transfer.record.full_bytes for transfer in bucket)
+    last_kind: object = None
+    with_room: dict[object, list[int]] = {kind: [] for kind in least}
+    """By kind, the joined buckets to which the smallest one of the kind could be added."""
+    for i, (bucket, kind, size) in enumerate(zip(buckets, kinds, bytes_of, strict=True)):
         is_small = size < min_bytes
-        before = range(len(joined))[::-1] if is_small else range(len(joined))[-1:]
-        with_room = (
-            k
-            for k in before
-            if joined[k][0].record.combines == bucket[0].record.combines
-            and sizes[k] + size <= cap_bytes
-        )
-        k = next(with_room, None)
+        if is_small:
+            before = reversed(with_room[kind])
+        else:
+            before = reversed([len(joined) - 1] if kind == last_kind else [])
+        k = next((k for k in before if sizes[k] + size <= cap_bytes), None)
         is_last = i == len(buckets) - 1
         if k is not None and (sizes[k] < min_bytes or (is_small and is_last)):
             joined[k] = joined[k] + bucket
             sizes[k] += size
+            if sizes[k] + least[kind] > cap_bytes and k in with_room[kind]:
+                with_room[kind].remove(k)
         else:
+            if size + least[kind] <= cap_bytes:
+                with_room[kind].append(len(joined))
             joined.append(bucket)
             sizes.append(size)
+            last_kind = kind
     return joined
 
 

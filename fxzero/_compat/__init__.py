@@ -91,6 +91,7 @@ from fxzero._compat.fakes import (
     no_value_error,
     real_tensors,
 )
+from fxzero._compat.frames import with_room_for_frames
 from fxzero._compat.inductor import inductor_compile, inductor_decompositions
 from fxzero._compat.memory import (
     collect_only_new_objects_in_dynamo,
@@ -257,6 +258,7 @@ __all__ = [
     "unscale_function",
     "use_count",
     "version_of",
+    "with_room_for_frames",
     "without_torch_function",
     "write_no_asserts_without_symbols",
 ]

@@ -35,6 +35,7 @@ from typing import Any
 
 from torch import nn
 
+from fxzero._compat.frames import with_room_for_frames
 from fxzero._compat.layer_calls import Before, Call, Trace
 from fxzero._compat.layer_copies import copy_call
 from fxzero._compat.layer_guards import NotAlikeError
@@ -59,11 +60,13 @@ def trace_equal_layers_once(is_layer: Callable[[nn.Module], bool], keys: str) ->
     if hasattr(traced, "fxzero_original"):
         return
 
+    trace = with_room_for_frames(traced)
+
     @functools.wraps(traced)
     def call_function(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if not _enabled or not _may_repeat(self, tx) or not is_layer(self.value):
-            return traced(self, tx, args, kwargs)
-        return _call(self, tx, args, kwargs, traced, keys)
+            return trace(self, tx, args, kwargs)
+        return _call(self, tx, args, kwargs, trace, keys)
 
     call_function.fxzero_original = traced  # type: ignore[attr-defined]
     UnspecializedNNModuleVariable.call_function = call_function  # type: ignore[method-assign]

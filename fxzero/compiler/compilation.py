@@ -186,6 +186,7 @@ class Compilation:
         self.gradients = {position - count: key for position, key in graph.gradients.items()}
         return cut(graph, private_saved(graph.graph, values, forward_outputs))
 
+    @_compat.with_room_for_frames
     @_compat.collecting_only_new_objects()  # a backward is lowered when it first runs
     def lower_side(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """AOTAutograd's compiler of one side."""

@@ -83,6 +83,7 @@ def _observed() -> Iterator[list[Compilation]]:
         observers.remove(observe)
 
 
+@_compat.with_room_for_frames
 def capture(
     build: Callable[[], Any],
     *,

@@ -40,6 +40,7 @@ class SeveralGraphsError(CaptureError):
     """A step that one graph cannot hold, and several can."""
 
 
+@_compat.with_room_for_frames
 def compile_graph(
     module: fx.GraphModule,
     example_inputs: Sequence[Any],

@@ -224,6 +224,7 @@ class TrainStep:
                 self.scheduler.step()
         return StepOutput(loss, norm, rates, skipped)
 
+    @_compat.with_room_for_frames  # Dynamo traces below it
     def _train_as_one_graph(
         self, batch: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
