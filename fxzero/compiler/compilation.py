@@ -215,8 +215,9 @@ class Compilation:
             NotSteadyError: it holds fewer micro-steps than the step has, and cannot.
         """
         self._run(graph, self.pipelines.lowering, self.facts | {Fact.CUT, Fact.RELEASED})
-        self.folds = Folds()  # what Dynamo has traced is not read again
-        return executable(graph, self.states())
+        call = executable(graph, self.states())
+        self.folds = Folds()  # no other graph of this step comes
+        return call
 
     def states(self) -> list[ModelState]:
         """The models whose parameters are in the graph."""
