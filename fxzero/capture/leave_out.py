@@ -9,7 +9,8 @@ returns. See `fxzero.graph.left_out` for why, and `fxzero.passes.expand_layers` 
 
 from __future__ import annotations
 
-from collections import defaultdict
+import operator
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 
 from torch import fx
@@ -33,6 +34,7 @@ def leave_out_middles(graph: StepGraph, calls: Mapping[int, CallNodes]) -> Colle
     """
     single = {id(n.call.chain.runs[0]): n for n in calls.values() if not n.call.behind}
     places = _Places(graph)
+    names = _names(graph, calls)
     gone: list[int] = []
     missing: set[int] = set()
     for number, middle in calls.items():
@@ -44,6 +46,9 @@ def leave_out_middles(graph: StepGraph, calls: Mapping[int, CallNodes]) -> Colle
         if not left or len(kept) != len(neighbours):
             continue
         if len({places.kinds(place) for place in (*left, *kept)}) > 1:
+            continue
+        # By its name `expand_layers` finds what is a layer's.
+        if any(names[place.name] > 1 for place in (*left, *kept)):
             continue
         a, b, c, d, e = kept
         without = [i for place in left for i in place.gradients if i is not None]
@@ -61,6 +66,26 @@ def leave_out_middles(graph: StepGraph, calls: Mapping[int, CallNodes]) -> Colle
                 for node in (*call.users, call):
                     graph.graph.erase_node(node)
     return gone
+
+
+def _names(graph: StepGraph, calls: Mapping[int, CallNodes]) -> Counter[str]:
+    """How often something in the graph is of a layer: a call's run, or nodes that stand outside."""
+    found = Counter(
+        _name(run.nodes[0]) for nodes in calls.values() for run in nodes.call.chain.runs
+    )
+    of_calls = {node for n in calls.values() for node in (n.forward, n.backward)}
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or node in of_calls:
+            continue
+        if not of_calls.isdisjoint(node.all_input_nodes) and node.target is operator.getitem:
+            continue
+        found[_name(node)] += 1
+    return found
+
+
+def _name(node: fx.Node) -> str:
+    """The layer that a node is of, as stamps will say."""
+    return layer_of(module_path(node) or "")
 
 
 def _bypass(nodes: CallNodes) -> None:
@@ -114,7 +139,7 @@ class _Places:
                 places.append(place)
             found.append(
                 LayerPlace(
-                    name=layer_of(module_path(run.nodes[0]) or ""),
+                    name=_name(run.nodes[0]),
                     inputs=tuple(mine),
                     gradients=tuple(places),
                     keys=tuple(self._graph.inputs.get(node, "") for node in mine),

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import fx
 
-_ROOT = re.compile(r"^[LG]\['[^']*'\]\.?")
+_ROOT = re.compile(r"^(L\['args'\]\[\d+\]|[LG]\['[^']*'\])\.?")
+"""What a path begins with: a decorated forward has the root module among its ``*args``."""
 _INDEXED = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
 
 

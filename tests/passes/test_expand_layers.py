@@ -499,11 +499,46 @@ class Unequal(Deep):
             self.h[i].__class__ = PostNorm
 
 
+class Phased(nn.Module):
+    """A layer without parameters that does one thing or another."""
+
+    def forward(self, x: Tensor, again: bool) -> Tensor:
+        """(B, C) → (B, C)."""
+        return x.sin() + 0.9 * x if again else (1.3 * x).tanh() + x
+
+
+class TwoPhases(Deep):
+    """The same layers stand in two chains."""
+
+    def __init__(self) -> None:
+        super().__init__(Phased)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C) → a scalar."""
+        for again in (False, True):
+            x = self.first(x)
+            for layer in self.h:
+                x = layer(x, again)
+        return self.head(x).square().mean()
+
+
+def test_layers_of_two_chains_are_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a layer's name its nodes are found. Nobody tries, and begins again."""
+
+    def begins_again(*_: Any) -> None:
+        raise AssertionError("a chain was left out")
+
+    monkeypatch.setattr(Compilation, "start_again", begins_again)
+    _, left_out = compiled(TwoPhases)
+    assert left_out == 0
+
+
 @pytest.mark.parametrize(
     "build",
     [
         Deep,
         TwoStacks,
+        TwoPhases,
         Collected,
         SharedScale,
         Tied,

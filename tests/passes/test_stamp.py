@@ -172,6 +172,8 @@ def test_an_unknown_parameter_is_an_error() -> None:
         ),
         ({"a": ("L['self']._orig_mod.blocks['x']", nn.Module)}, "blocks.x"),
         ({"a": ("L['self']", nn.Module)}, ""),
+        ({"a": ("L['args'][0].model.layers.7.mlp", nn.Module)}, "model.layers.7.mlp"),
+        ({"a": ("L['blocks'][2].mlp", nn.Module)}, "2.mlp"),
         ({}, None),
     ],
 )
