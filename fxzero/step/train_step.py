@@ -283,7 +283,7 @@ class TrainStep:
             f"\n{error}\nNumbers are the same; updates wait for the whole backward. Rewrite "
             "what it names for one graph; strict=True makes this an error.",
             FxZeroWarning,
-            stacklevel=4,
+            stacklevel=6,  # the line that calls the step, which a decorator stands before
         )
         self._loop = LoopStep(
             self.model,
@@ -310,6 +310,8 @@ class TrainStep:
             )
         if torch.is_inference_mode_enabled():
             raise ConfigError("a training step was called under torch.inference_mode")
+        if self._state.sync == GradSync.REDUCE_ACCUMULATED.value and not self._state.kept:
+            self._state.sync = GradSync.REDUCE.value  # in one process, say, nothing is kept
         if self._state.sync != GradSync.REDUCE.value or self._state.kept:
             raise ConfigError(
                 "compile_step was called with gradients kept back by fxzero.no_sync. Pass "

@@ -104,14 +104,31 @@ def test_strict_stays_strict() -> None:
     assert_same(full_parameters(mine), before, rtol=0)
 
 
+@pytest.mark.parametrize("zero", [None, 0, 3])
+def test_micro_batches_in_one_process(zero: int | None) -> None:
+    """Step after step: where nobody has to reduce, nothing is kept back either."""
+    _, expected = train_eagerly(clip=0.05)
+    mine = model() if zero is None else fxzero.shard(model(), zero=zero)
+    optimizer = torch.optim.AdamW(mine.parameters(), 1e-2)
+    step = fxzero.compile_step(
+        mine, optimizer, micro_batches=2, clip_grad_norm=0.05, options=OPTIONS
+    )
+    with pytest.warns(fxzero.FxZeroWarning, match="several graphs"):
+        step(batch(0))
+    for seed in (1, 2):
+        step(batch(seed))
+    assert_same(full_parameters(mine), expected, rtol=1e-12)
+
+
 def test_a_gradient_that_is_not_finite_stops_the_loop_too() -> None:
     """``stop_unless_finite`` names the parameters and changes nothing."""
     mine = model()
     optimizer = torch.optim.AdamW(mine.parameters())
     options = {**OPTIONS, "stop_unless_finite": True}
     step = fxzero.compile_step(mine, optimizer, options=options)
-    with pytest.warns(fxzero.FxZeroWarning, match="several graphs"):
+    with pytest.warns(fxzero.FxZeroWarning, match="several graphs") as warned:
         step(batch(0))
+    assert [warning.filename for warning in warned] == [__file__]  # where the step is called
     before = full_parameters(mine)
     with pytest.raises(fxzero.NonFiniteGradientError, match=r"last\.weight"):
         step(batch(1) * float("nan"))
