@@ -72,19 +72,20 @@ def explaining(kernel: Callable[P, T]) -> Callable[P, T]:
 def _find_lost(watch: Watch) -> str:
     """Which ranks do not beat any more, seen over a few beats."""
     began = time.monotonic()
-    heard = began + 1.5 * watch.limits.beat
-    for beats in (4, 8):  # on a busy machine a living rank may miss some: then longer
-        _listen(watch, beats * watch.limits.beat, began)
-        if watch.diagnosis:
-            return watch.diagnosis
-        ended, seen = watch.ended(), dict(watch.seen)
-        silent = [
-            rank
-            for rank in range(watch.size)
-            if rank not in (watch.rank, *ended) and (rank not in seen or seen[rank][1] < heard)
-        ]
-        if ended or len(silent) < 2 or watch.heard_at < began:
+    watch.ask(4 * watch.limits.beat)
+    while time.monotonic() < watch.asked_until and not watch.diagnosis:
+        time.sleep(watch.limits.sample / 10)
+        if watch.ended() and time.monotonic() > began + watch.limits.beat:
             break
+    if watch.diagnosis:
+        return watch.diagnosis
+    ended, seen = watch.ended(), dict(watch.seen)
+    heard = began + 1.5 * watch.limits.beat
+    silent = [
+        rank
+        for rank in range(watch.size)
+        if rank not in (watch.rank, *ended) and (rank not in seen or seen[rank][1] < heard)
+    ]
     said = [f"rank {r} has ended: {why.splitlines()[0]}" for r, why in sorted(ended.items())]
     if watch.heard_at < began:
         closed = ", ".join(map(str, _closed(watch)))
@@ -94,20 +95,11 @@ def _find_lost(watch: Watch) -> str:
             else "the store does not answer: the rank that keeps it, or the launcher, is gone"
         )
     elif silent and not ended:
-        if len(silent) > 1:  # one that lives may still answer
+        if len(silent) > 1:  # on a busy machine a living rank may miss its beats, and still answer
             silent = [rank for rank in _closed(watch) if rank in silent] or silent
         names = ", ".join(map(str, silent))
         said.append(f"rank {names} has died (killed, out of memory, or crashed: see its output)")
     return "; ".join(said) or "a rank has closed its connections"
-
-
-def _listen(watch: Watch, seconds: float, began: float) -> None:
-    """Read the other ranks' places for some time, or until one has said why it ended."""
-    watch.ask(seconds)
-    while time.monotonic() < watch.asked_until and not watch.diagnosis:
-        time.sleep(watch.limits.sample / 10)
-        if watch.ended() and time.monotonic() > began + watch.limits.beat:
-            break
 
 
 def _closed(watch: Watch) -> list[int]:
