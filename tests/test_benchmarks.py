@@ -70,7 +70,8 @@ hosts = link.start(
     [["sh", "-c", shell]] * 2, "1gbit", [[0], [0]],
     environment=os.environ, folder=Path.cwd(), log=sys.stdout,
 )
-print("hosts", *(host.pid for host in hosts), flush=True)
+line = " ".join(["hosts", *(str(host.pid) for host in hosts)]) + "\\n"
+os.write(1, line.encode())  # at once: the hosts write to the same pipe
 time.sleep(100)
 """
 
