@@ -28,10 +28,10 @@ from fxzero.errors import CaptureError
 from fxzero.graph import Lane, Role, Segment, Stamp, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.launch import emit_transfer, record_for
+from fxzero.graph.node_text import source_line
 from fxzero.graph.operators import is_cast_or_copy
 from fxzero.graph.pieces import first_read, is_call
 from fxzero.graph.stamps import set_stamp, stamp_of
-from fxzero.graph.step_graph import source_line
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.sharding.params import ParamSpec
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fxzero._compat import is_higher_order, is_plain_to_local
 from fxzero.errors import CaptureError
-from fxzero.graph.step_graph import source_line
+from fxzero.graph.node_text import source_line
 from fxzero.graph.writes import may_write
 from fxzero.sharding.params import KEY, is_key, spec_of
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import fx
 
+from fxzero.graph.node_text import describe_value
 from fxzero.graph.pieces import Piece
 from fxzero.graph.stamps import Role, has_stamp, stamp_of
-from fxzero.graph.step_graph import StepGraph, describe_value
+from fxzero.graph.step_graph import StepGraph
 
 
 def graph_digest(graph: StepGraph, setup: str = "") -> str:

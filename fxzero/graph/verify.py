@@ -41,9 +41,10 @@ from fxzero.graph.belongings import (
     wrong_updates,
 )
 from fxzero.graph.constants import mismatch
+from fxzero.graph.node_text import node_line, source_line
 from fxzero.graph.operators import is_random
 from fxzero.graph.stamps import Lane, Role, has_stamp, stamp_of
-from fxzero.graph.step_graph import StepGraph, node_line, source_line
+from fxzero.graph.step_graph import StepGraph
 
 _RELEASES = (torch.ops.fxzero.release.default, torch.ops.fxzero.release_saved.default)
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from fxzero._compat import storage_identity
 from fxzero.errors import CaptureError
-from fxzero.graph.step_graph import source_line
+from fxzero.graph.node_text import source_line
 from fxzero.sharding.full_parameter import HOW_TO_WRITE
 from fxzero.sharding.params import spec_of
 

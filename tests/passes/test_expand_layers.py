@@ -21,9 +21,9 @@ from fxzero.compiler.compilation import Compilation
 from fxzero.compiler.config import Config
 from fxzero.graph import StepGraph
 from fxzero.graph.modules import module_path
+from fxzero.graph.node_text import describe_value
 from fxzero.graph.pieces import is_call, piece_of
 from fxzero.graph.stamps import stamp_of
-from fxzero.graph.step_graph import describe_value
 from fxzero.inspect.capture import capture, fake_ranks
 from fxzero.passes import Recompute
 from fxzero.passes.recompute import Repetitions

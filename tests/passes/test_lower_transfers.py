@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fxzero.graph import Role, StepGraph
 from fxzero.graph.aliases import root
+from fxzero.graph.node_text import node_line
 from fxzero.graph.stamps import stamp_of
-from fxzero.graph.step_graph import node_line
 from fxzero.graph.verify import verify
 from fxzero.inspect.capture import fake_ranks
 from fxzero.passes import Context, LowerTransfers
