@@ -13,17 +13,17 @@ the chain is done there alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from fxzero._compat import create_node, set_args, set_meta
 from fxzero.errors import PassError
 from fxzero.graph import StepGraph
 from fxzero.graph.left_out import LeftOut
-from fxzero.graph.modules import stack_text
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
 
@@ -65,6 +65,7 @@ class _Chain:
         Raises:
             UnequalLayersError: it does not.
         """
+        beside = range(_EXAMPLE - 1, _EXAMPLE + 2)
         before, example, behind = self.members[_EXAMPLE - 1 : _EXAMPLE + 2]
         if not len(before) == len(example) == len(behind):
             counts = ", ".join(
@@ -80,7 +81,8 @@ class _Chain:
                 names = ", ".join(node.name for node in nodes)
                 raise UnequalLayersError(f"{names} differ, of equal layers one behind the other")
             for user in nodes[1].users:
-                if user is not output and abs(self.place.get(user, (9, 0))[0] - _EXAMPLE) > 1:
+                reader, _ = self.place.get(user, (None, 0))
+                if user is not output and reader not in beside:
                     raise UnequalLayersError(
                         f"{user.name} reads {nodes[1].name} of {self.kept[_EXAMPLE].name}, and is "
                         "not of a layer beside it"
@@ -100,22 +102,17 @@ class _Chain:
                 if argument in self.input:
                     other, number = self.input[argument]
                     return ("input", other - layer, number)
-                return self.relative(argument, layer, but) or argument
-            if isinstance(argument, (list, tuple)):
-                return (type(argument), *map(of, argument))
-            if isinstance(argument, dict):
-                return tuple((key, of(part)) for key, part in argument.items())
-            if isinstance(argument, slice):
-                return ("slice", of(argument.start), of(argument.stop), of(argument.step))
+                found = self.relative(argument, layer, but)
+                return ("of a layer", *found) if found is not None else argument
             if isinstance(argument, str) and argument in self.kept[layer].keys:
                 return ("key", self.kept[layer].keys.index(argument))
             return (type(argument), repr(argument))
 
         return (
             node.target,
-            of(node.args),
-            of(node.kwargs),
-            of(stamp.params),
+            map_aggregate(node.args, of),
+            map_aggregate(node.kwargs, of),
+            map_aggregate(stamp.params, of),
             stamp.but(layer="", params=(), again=bool(stamp.again)),
         )
 
@@ -200,9 +197,10 @@ class _Copies:
         self._example = left_out.example
         self._layers = left_out.layers
         self._made: list[dict[int, fx.Node]] = [{} for _ in left_out.layers]
-        stacks = [stack_text({"nn_module_stack": stack}) for stack in left_out.example.modules]
-        self._stack = {text: i for i, text in enumerate(stacks)}
-        self._stacks = [self._stack.get(stack_text(node.meta)) for node in chain.members[_EXAMPLE]]
+        stacks = {str(stack): i for i, stack in enumerate(left_out.example.modules)}
+        self._stacks = [
+            stacks.get(str(node.meta.get("nn_module_stack"))) for node in chain.members[_EXAMPLE]
+        ]
         self._named = {node.name: i for i, node in enumerate(chain.members[_EXAMPLE])}
         # Not h_11 where the layer is h_1.
         self._prefix = re.compile(rf"{left_out.example.name.replace('.', '_')}(?![0-9])")
@@ -235,8 +233,8 @@ class _Copies:
             self._graph.graph,
             node.op,
             node.target,
-            self._argument(node.args, layer),
-            self._argument(node.kwargs, layer),
+            self._arguments(node.args, layer),
+            self._arguments(node.kwargs, layer),
             self._prefix.sub(place.name.replace(".", "_"), node.name),
         )
         meta = dict(node.meta)
@@ -244,7 +242,7 @@ class _Copies:
             meta["nn_module_stack"] = place.modules[stack]
         set_meta(copy, meta)
         stamp = stamp_of(node)
-        params = self._argument(stamp.params, layer)
+        params = self._arguments(stamp.params, layer)
         is_its_own = stamp.layer == self._example.name
         name = place.name if is_its_own else self._graph.specs[params[0]].layer
         again = self._name_of_copy(stamp.again, left_out) if stamp.again else ""
@@ -256,24 +254,23 @@ class _Copies:
         made = self._made[left_out].get(self._named.get(name, -1))
         return made.name if made is not None else name
 
-    def _argument(self, argument: Any, layer: int) -> Any:
-        """What a layer is called with where the example is called with this."""
-        if isinstance(argument, fx.Node):
-            if argument in self._chain.place:
-                other, number = self._chain.place[argument]
-                return self._node_of(layer + other - _EXAMPLE, number)
-            if argument in self._chain.input:
-                _, number = self._chain.input[argument]
-                return self._layers[layer - _EXAMPLE - 1].inputs[number]
+    def _arguments(self, arguments: Any, layer: int) -> Any:
+        """What a layer is called with where the example is called with these."""
+
+        def of(argument: Any) -> Any:
+            if isinstance(argument, fx.Node):
+                if argument in self._chain.place:
+                    other, number = self._chain.place[argument]
+                    return self._node_of(layer + other - _EXAMPLE, number)
+                if argument in self._chain.input:
+                    _, number = self._chain.input[argument]
+                    return self._layers[layer - _EXAMPLE - 1].inputs[number]
+            elif isinstance(argument, str) and argument in self._example.keys:
+                keys = self._layers[layer - _EXAMPLE - 1].keys
+                return keys[self._example.keys.index(argument)]
             return argument
-        if isinstance(argument, (list, tuple)):
-            return type(argument)(self._argument(part, layer) for part in argument)
-        if isinstance(argument, Mapping):
-            return {key: self._argument(part, layer) for key, part in argument.items()}
-        if isinstance(argument, str) and argument in self._example.keys:
-            keys = self._layers[layer - _EXAMPLE - 1].keys
-            return keys[self._example.keys.index(argument)]
-        return argument
+
+        return map_aggregate(arguments, of)
 
     def _node_of(self, layer: int, number: int) -> fx.Node:
         """A layer's node of a number."""

@@ -3,7 +3,7 @@
 CPython lays frames into chunks of 16 KiB (`push_chunk` in its pystate.c). The call that does not
 fit maps a new chunk, and its return unmaps it. A loop whose calls happen to stand there pays two
 system calls and a page fault for each: a third of the CPU seconds of deciding for a thousand ranks,
-or none, by how deep the caller happened to stand.
+or none, by how deep the caller happened to stand. Seen on Python 3.11, 3.12 and 3.13.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ the rest is for what is called. The compiler's deepest stacks take some 30 KiB."
 
 
 def with_room_for_frames(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function, whose calls begin a large chunk: for what runs for seconds."""
+    """The same function, whose calls begin a large chunk.
+
+    That takes 11 µs: for what runs for milliseconds at least.
+    """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -28,7 +28,6 @@ from torch import Tensor, fx, nn
 from fxzero import _compat
 from fxzero.capture.layer_runs import Chain, Run, chains, equal_runs
 from fxzero.graph import constants
-from fxzero.graph.modules import stack_text
 
 log = logging.getLogger("fxzero")
 
@@ -76,7 +75,7 @@ class Layer:
     @functools.cached_property
     def stacks(self) -> dict[fx.Node, str]:
         """The modules that each node comes from, as text."""
-        return {node: stack_text(node.meta) for node in self.graph.nodes}
+        return {node: str(node.meta.get("nn_module_stack")) for node in self.graph.nodes}
 
     @functools.cached_property
     def last_sequence(self) -> int:

@@ -32,6 +32,8 @@ def leave_out_middles(graph: StepGraph, calls: Mapping[int, CallNodes]) -> Colle
     Returns:
         The numbers of the calls that are gone.
     """
+    if not any(nodes.call.behind for nodes in calls.values()):
+        return ()
     single = {id(n.call.chain.runs[0]): n for n in calls.values() if not n.call.behind}
     places = _Places(graph)
     names = _names(graph, calls)

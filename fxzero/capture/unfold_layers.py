@@ -21,7 +21,6 @@ from fxzero.capture.folded import CallNodes, calls_in, keys_of
 from fxzero.capture.layer_runs import Run
 from fxzero.capture.leave_out import leave_out_middles
 from fxzero.graph import StepGraph, constants
-from fxzero.graph.modules import stack_text
 
 _MARKERS = (torch.ops.fxzero.unshard.default, torch.ops.fxzero.reshard_grad.default)
 
@@ -35,7 +34,7 @@ class _Copy:
         self._first_sequence = first_sequence
         self._keys = keys_of(layer, run)
         self._modules = {
-            stack_text(theirs.meta): ours.meta.get("nn_module_stack")
+            str(theirs.meta.get("nn_module_stack")): ours.meta.get("nn_module_stack")
             for theirs, ours in zip(layer.run.nodes, run.nodes, strict=True)
         }
         self._copies: dict[fx.Node, fx.Node] = {}

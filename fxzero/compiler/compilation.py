@@ -70,7 +70,6 @@ class Compilation:
         """AOTAutograd's partitioner: run the joint passes and cut."""
         graph = self.read(module, num_fwd_outputs)
         self.schedule(graph)
-        self.folds = Folds()  # they hold what Dynamo has traced
         sides = self.cut(graph)
         return sides.forward.module, sides.backward.module
 
@@ -130,11 +129,8 @@ class Compilation:
         if self.keep_graphs:
             self.joint = graph
         folded = graph.clone() if self.folds.leave_out else None
-        unfold(graph, self.folds, leave_out=True)
-        self.context.fuses = self.config.fuses
-        self.context.costs = self.config.cost.make(graph, fuses=self.config.fuses)
         try:
-            self.facts = self._run(graph, self.pipelines.scheduling, frozenset())
+            self._schedule(graph, leave_out=True)
             return
         except UnequalLayersError as error:
             if self.context.decisions.replayed:
@@ -150,7 +146,18 @@ class Compilation:
         assert folded is not None
         graph.become(folded)
         self.start_again(self.pipelines)
-        unfold(graph, self.folds, leave_out=False)
+        self._schedule(graph, leave_out=False)
+
+    def _schedule(self, graph: StepGraph, *, leave_out: bool) -> None:
+        """Unfold a graph, and run the passes that decide on it.
+
+        Raises:
+            UnequalLayersError: layers were left out, and must not be.
+            OtherGraphError: the plan does not know the graph.
+        """
+        unfold(graph, self.folds, leave_out=leave_out)
+        self.context.fuses = self.config.fuses
+        self.context.costs = self.config.cost.make(graph, fuses=self.config.fuses)
         self.facts = self._run(graph, self.pipelines.scheduling, frozenset())
 
     def start_again(self, pipelines: Pipelines) -> None:
@@ -190,6 +197,7 @@ class Compilation:
     @_compat.collecting_only_new_objects()  # a backward is lowered when it first runs
     def lower_side(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """AOTAutograd's compiler of one side."""
+        self.folds = Folds()  # they hold what Dynamo has traced, which is not read again
         _compat.forget_donated_buffers()
         side = StepGraph(module, num_forward_outputs=0, specs=self.specs)
         if self.keep_graphs:
@@ -228,7 +236,6 @@ class Compilation:
         output = next(iter(reversed(module.graph.nodes)))
         graph = self.read(module, len(output.args[0]))
         self.schedule(graph)
-        self.folds = Folds()
         call = self.lower_side(module, inputs)
         _compat.return_free_memory()
         return call

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from torch import fx
 
@@ -22,8 +20,3 @@ def module_path(node: fx.Node) -> str | None:
     path = path[0] if isinstance(path, tuple) else path
     path = _INDEXED.sub(r".\1", _ROOT.sub("", str(path)))
     return path.replace("_orig_mod.", "").removeprefix("_orig_mod").strip(".")
-
-
-def stack_text(meta: Mapping[str, Any]) -> str:
-    """The modules that a node was traced in, as text, by which stacks are told apart."""
-    return str(meta.get("nn_module_stack"))
