@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from fxzero.errors import ConfigError
 from fxzero.graph import Phase, Role, StepGraph
 from fxzero.graph.stamps import stamp_of
 from fxzero.passes import Bucket
+from fxzero.passes.bucket import join_small
 from tests.passes.test_shard_params import scaled
 from tests.tracing import Build, find, of, of_role, params_of, record_of, scheduled, texts, words
 
@@ -228,3 +234,43 @@ def test_padding_is_in_the_bucket() -> None:
     (forward,) = graph.transfers(phase=Phase.FORWARD)
     assert [n.meta["val"].shape[0] for n in forward.tensors] == [5, 5]
     assert find(graph, torch.ops.aten.constant_pad_nd.default)
+
+
+def joined_one_by_one(buckets: list[Any], cap_bytes: int, min_bytes: int) -> list[list[Any]]:
+    """The rule, looking at everything again each time."""
+    joined: list[list[Any]] = []
+
+    def size_of(bucket: list[Any]) -> int:
+        return sum(transfer.record.full_bytes for transfer in bucket)
+
+    for i, bucket in enumerate(buckets):
+        is_small = size_of(bucket) < min_bytes
+        for other in reversed(joined if is_small else joined[-1:]):
+            alike = other[0].record.combines == bucket[0].record.combines
+            if alike and size_of(other) + size_of(bucket) <= cap_bytes:
+                if size_of(other) < min_bytes or (is_small and i == len(buckets) - 1):
+                    other += bucket
+                    break
+                joined.append(list(bucket))
+                break
+        else:
+            joined.append(list(bucket))
+    return joined
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=12),
+    cap_bytes=st.integers(1, 12),
+    min_bytes=st.integers(0, 12),
+)
+def test_small_ones_join_as_if_all_were_looked_at(
+    sizes: list[tuple[int, bool]], cap_bytes: int, min_bytes: int
+) -> None:
+    """What has no room for the smallest of its kind is not looked at, and is not missed."""
+    buckets: list[Any] = [
+        [SimpleNamespace(record=SimpleNamespace(full_bytes=size, combines=kind))]
+        for size, kind in sizes
+    ]
+    found = join_small(buckets, cap_bytes, min_bytes)
+    assert found == joined_one_by_one(buckets, cap_bytes, min_bytes)
