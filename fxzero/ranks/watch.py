@@ -37,6 +37,7 @@ import torch.distributed as dist
 
 from fxzero._compat import default_store, gloo_groups, private_store
 from fxzero.ranks.agree import now, tell
+from fxzero.ranks.busy import Busyness
 from fxzero.ranks.places import place_of
 from fxzero.ranks.status import Limits, Status
 
@@ -46,8 +47,6 @@ _PROBE_TAG = 0x5A2
 _TOKENS = 16
 """Sent to every peer beforehand: so often can it ask whether this process is alive."""
 _VERDICT = "fxzero/watch/verdict"
-_IDLE = 0.01
-"""Share of a core below which a process moves no data."""
 
 
 class Watch:
@@ -74,10 +73,11 @@ class Watch:
         """The collective in which the main thread was last seen."""
         self._stuck: FrameType | None = None
         """Its frame, once it has been there for long enough to look around."""
-        self._since = (0.0, 0.0)
-        """When the main thread was first seen in its present call: time, CPU time of others."""
+        self._since = 0.0
+        """When the main thread was first seen in its present call."""
+        self._work: Busyness | None = None
+        """What is done meanwhile, counted since it was seen there again."""
         self._warned_at = 0.0
-        self._cpu = [0.0, 0.0]
         self._stop = threading.Event()
         self._wake = threading.Event()
         group = next(iter(gloo_groups()), None)
@@ -133,7 +133,6 @@ class Watch:
                 pause = period
             except Exception:  # the store, or the group, may be gone at any time
                 pause = min(2 * pause, 30.0)
-            self._cpu[index] = time.thread_time()
             if index == 0:
                 self._wake.wait(period / 2 if self.curious and pause == period else pause)
                 self._wake.clear()
@@ -197,21 +196,24 @@ class Watch:
         """How long the main thread has been in one call of a collective."""
         frame = sys._current_frames().get(self.main.ident or 0)
         place = place_of(frame, run_name(), transfers())
-        clock, cpu = time.monotonic(), time.process_time() - sum(self._cpu)
+        clock = time.monotonic()
         # Our own waits are numbered. A wait of torch's is known by its frame object, which keeps
         # what its callers hold for at most one more round: in a graph of ours, activations.
         call = (now.num_runs, now.num_waits) if place.kind == "fxzero" else frame
         same = call is self._call if call is frame else call == self._call
         if not place.waits or not same:
-            self._since = clock, cpu
+            self._since = clock
             self._warned_at = 0.0
+            self._work = None
+        elif self._work is None:  # not at once: most waits are over before the next look
+            self._work = Busyness([thread.native_id or 0 for thread in self.threads])
         self._call = call if place.waits else None
-        blocked_s = clock - self._since[0] if place.waits else 0.0
+        blocked_s = clock - self._since if place.waits else 0.0
         self._stuck = frame if blocked_s >= self.limits.look else None
         status = self.status
         status.kind, status.name, status.line = place.kind, place.name, place.line
         status.transfer = place.transfer
-        status.idle = cpu - self._since[1] < _IDLE * max(blocked_s, 1e-9)
+        status.idle = self._work is not None and self._work.is_idle()
         status.blocked_s = blocked_s
         return blocked_s
 

@@ -28,7 +28,7 @@ from fxzero.ranks.status import Limits
 from tests.parity.harness import Pools, RanksFailedError
 from tests.parity.sharded import compile_eagerly
 
-SOON = Limits(warn=1.0, look=0.3, deadlock=1.0, stopped=2.0, probe=0.5, beat=0.2, sample=0.1)
+SOON = Limits(warn=1.0, look=0.3, deadlock=1.0, stopped=2.0, probe=3.0, beat=0.2, sample=0.1)
 HERE = "test_watch.py"
 
 on_two_and_three = pytest.mark.parametrize("world", [2, 3])
@@ -239,6 +239,20 @@ def test_ranks_that_wait_in_different_places(ranks: Pools, world: int, what: str
     with pytest.raises(RanksFailedError) as caught:
         ranks(world).run(check_elsewhere, what)
     assert str(caught.value).count("AssertionError: as expected") == world, caught.value
+
+
+def check_among_many_groups() -> None:
+    """Job: as in a program whose meshes have many axes, or that has trained many models."""
+    for _ in range(24):
+        dist.new_group()
+    check_elsewhere("one more step")
+
+
+def test_many_groups_are_no_work(ranks: Pools) -> None:
+    """Each has a thread that wakes up for nothing: ranks were never told of what all waited for."""
+    with pytest.raises(RanksFailedError) as caught:
+        ranks(2).run(check_among_many_groups)
+    assert str(caught.value).count("AssertionError: as expected") == 2, caught.value
 
 
 def be_late(how: str) -> list[str]:

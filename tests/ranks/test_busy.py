@@ -1,0 +1,55 @@
+"""What counts as work of a process whose main thread waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fxzero.ranks import busy
+from fxzero.ranks.busy import Busyness
+
+
+@pytest.fixture
+def working() -> Iterator[threading.Thread]:
+    """A thread that never rests."""
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield thread
+    over.set()
+    thread.join()
+
+
+def test_a_process_at_rest_is_idle() -> None:
+    """Though it was at work before."""
+    sum(range(1_000_000))
+    busyness = Busyness([])
+    time.sleep(0.3)
+    assert busyness.is_idle()
+
+
+def test_a_thread_at_work(working: threading.Thread) -> None:
+    """It counts, unless it is one of the watchers."""
+    heeded, ignored = Busyness([]), Busyness([working.native_id or 0])
+    time.sleep(0.3)
+    assert not heeded.is_idle()
+    assert ignored.is_idle()
+
+
+def test_a_system_that_does_not_tell_of_threads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, working: threading.Thread
+) -> None:
+    """The process is what can be seen there."""
+    monkeypatch.setattr(busy, "_THREADS", tmp_path / "none")
+    busyness = Busyness([working.native_id or 0])
+    time.sleep(0.3)
+    assert not busyness.is_idle()
