@@ -89,7 +89,7 @@ class ReleaseSaved(Pass):
             last = last_reader(node)
             if last is None:
                 continue
-            ends.setdefault(end_of_run(last), []).append(node)
+            ends.setdefault(end_of_run(last) if ctx.fuses else last, []).append(node)
             freed_bytes += num_bytes(node)
         for last, nodes in ends.items():
             with graph.graph.inserting_after(last):

@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 
 import psutil
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -113,6 +114,22 @@ def release_free_memory() -> None:
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def allocated_peak_bytes(call: Callable[[], object]) -> int:
+    """The most bytes that torch's CPU allocator has handed out during a call, beyond those before.
+
+    The profiler reports every allocation and release, those of compiled regions too.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    assert profiler.profiler is not None
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
 
 
 def timed_s(device: str, call: Callable[[], Result]) -> tuple[Result, float]:

@@ -4,6 +4,7 @@
     aot               joint graphs from AOTAutograd
     partition         their cut into forward and backward
     inductor          decompositions, and regions lowered
+    compiled_memory   what a lowered region allocates
     nodes             operators, sources, descriptions and tags on the nodes of graphs
     fakes             tensors without values, symbolic numbers
     dtensors          local tensors, layouts, what torch asks of subclasses of tensors
@@ -43,6 +44,7 @@ from fxzero._compat.autograd import (
     use_count,
     version_of,
 )
+from fxzero._compat.compiled_memory import held_bytes
 from fxzero._compat.dtensors import (
     as_it_is,
     differentiable_local,
@@ -104,6 +106,7 @@ from fxzero._compat.modules import active_ddp_module, module_call, num_module_ho
 from fxzero._compat.nodes import (
     OpOverload,
     by_identity,
+    checkpoint_number,
     checkpoint_tag,
     copy_input_source,
     copy_node,
@@ -162,6 +165,7 @@ __all__ = [
     "by_identity",
     "call_before_steps",
     "capture_joint",
+    "checkpoint_number",
     "checkpoint_tag",
     "collect_only_new_objects_in_dynamo",
     "collecting_only_new_objects",
@@ -195,6 +199,7 @@ __all__ = [
     "graph_break_errors",
     "has_step_hooks",
     "has_symbolic_shape",
+    "held_bytes",
     "hint",
     "hinted",
     "inductor_compile",

@@ -139,6 +139,13 @@ def checkpoint_tag(node: fx.Node) -> str:
     return "save" if name in ("MUST_SAVE", "PREFER_SAVE") else ""
 
 
+def checkpoint_number(node: fx.Node) -> int | None:
+    """Which `torch.utils.checkpoint` a node is of, numbered in the order of their calls; its
+    backward has the same number. None if it is of none."""
+    number: int | None = node.meta.get("ac_graph_id")
+    return number
+
+
 def create_node(
     graph: fx.Graph,
     op: str,

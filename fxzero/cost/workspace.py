@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from fxzero._compat import OpOverload
+from fxzero._compat import OpOverload, held_bytes
 from fxzero.cost.analytic import flops_of
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import tensor_bytes
 from fxzero.graph.pieces import Piece
+from fxzero.regions.region import CACHE
 
 _formulas: dict[Any, Callable[..., int]] = {}
 
@@ -45,7 +46,127 @@ def workspace_bytes(node: fx.Node) -> int:
     return formula(*args, **kwargs)
 
 
+_aten = torch.ops.aten
+
+BLOCK = 16
+"""Channels that stand together in oneDNN's layouts, with AVX-512; fewer elsewhere."""
+
+
+@register_workspace_formula(_aten.convolution)
+def convolution_workspace(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> int:
+    """Copies in oneDNN's layouts, by what torch 2.11 to 2.13 allocate on CPU: of what is read, and
+    of what is written where that is padded; or of what is written."""
+    if x.device.type != "cpu" or x.dim() < 3:
+        return 0
+    channels = weight.shape[1] * groups if transposed else weight.shape[0]
+    each = x.shape[0] * x.element_size()
+    for i, (size, kernel) in enumerate(zip(x.shape[2:], weight.shape[2:], strict=True)):
+        step, pad, wide = (v[i % len(v)] for v in (stride, padding, dilation))
+        if transposed:
+            more = output_padding[i % len(output_padding)]
+            each *= (size - 1) * step - 2 * pad + wide * (kernel - 1) + more + 1
+        else:
+            each *= (size + 2 * pad - wide * (kernel - 1) - 1) // step + 1
+    padding_bytes = each * (_padded(channels) - channels)
+    own = tensor_bytes(weight) // (weight.shape[0] * weight.shape[1])
+    blocked = own * _padded(weight.shape[0]) * _padded(weight.shape[1])
+    return int(max(_blocked(x) + blocked + padding_bytes, each * _padded(channels)))
+
+
+@register_workspace_formula(_aten.convolution_backward)
+def convolution_backward_workspace(gradient: Tensor, x: Tensor, *_: Any, **__: Any) -> int:
+    """The same for both gradients: of what came in, and of what comes back."""
+    if x.device.type != "cpu" or x.dim() < 3:
+        return 0
+    again = 0 if gradient.is_contiguous() else tensor_bytes(gradient)
+    few = x.shape[1] <= BLOCK // 2 and gradient.shape[1] <= BLOCK // 2
+    each = tensor_bytes(gradient) // gradient.shape[1]
+    came = _blocked(gradient) if few else each * _padded(gradient.shape[1])
+    padding = tensor_bytes(x) // x.shape[1] * (_padded(x.shape[1]) - x.shape[1])
+    return came + max(_blocked(x), padding) + again
+
+
+@register_workspace_formula(_aten.native_batch_norm_backward)
+def batch_norm_backward_workspace(gradient: Tensor, x: Tensor, *_: Any, **__: Any) -> int:
+    """A buffer as large as the input, on CPU."""
+    return tensor_bytes(x) if x.device.type == "cpu" else 0
+
+
+@register_workspace_formula(_aten.native_dropout)
+@register_workspace_formula(_aten.native_dropout_backward)
+@register_workspace_formula(_aten.logsumexp)
+def one_more(x: Tensor, *_: Any, **__: Any) -> int:
+    """Something as large as the first argument, on CPU."""
+    return tensor_bytes(x) if x.device.type == "cpu" else 0
+
+
+@register_workspace_formula(_aten._safe_softmax)
+def safe_softmax_workspace(x: Tensor, *_: Any, **__: Any) -> int:
+    """Which elements are -inf, a byte for each."""
+    return tensor_bytes(x) // x.element_size()
+
+
+@register_workspace_formula(_aten._scaled_dot_product_flash_attention_for_cpu)
+def attention_workspace(query: Tensor, key: Tensor, *_: Any, **__: Any) -> int:
+    """A block of scores and of results for each thread; in low precision the scores once more."""
+    rows, columns, width = _attention_block(query, key)
+    floats = rows * columns + 2 * rows + rows * width
+    again = 0 if query.dtype is torch.float32 else rows * columns * query.element_size()
+    return torch.get_num_threads() * (4 * floats + again)
+
+
+@register_workspace_formula(_aten._scaled_dot_product_flash_attention_for_cpu_backward)
+def attention_backward_workspace(
+    gradient: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any
+) -> int:
+    """Two blocks of scores for each thread, and a copy as large as the query."""
+    rows, columns, width = _attention_block(query, key)
+    each = 2 * rows * columns * 4
+    if query.dtype is not torch.float32:
+        each += (2 * rows + 3 * width) * columns * query.element_size()
+    return torch.get_num_threads() * each + tensor_bytes(query) + 4 * rows
+
+
+def _attention_block(query: Tensor, key: Tensor) -> tuple[int, int, int]:
+    """Rows and columns of the scores that a thread works on, and the width of a head: torch's."""
+    length = int(query.shape[2])
+    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    return min(rows, length), min(512, int(key.shape[2])), int(query.shape[3])
+
+
+def _padded(channels: int) -> int:
+    return -(-channels // BLOCK) * BLOCK
+
+
+def _blocked(x: Tensor) -> int:
+    """A copy in blocks of channels: of very few there is none, of half a block one of halves."""
+    channels = x.shape[1]
+    if channels < BLOCK // 4:
+        return 0
+    return (
+        tensor_bytes(x)
+        // channels
+        * max(BLOCK // 2, _padded(channels) if channels > BLOCK // 2 else 0)
+    )
+
+
 _REDUCTIONS = {"sum", "mean", "amax", "amin", "var_mean", "var", "prod", "argmax", "any", "all"}
+
+
+def is_reduction(node: fx.Node) -> bool:
+    """Whether an operator sums up elements, in an order that is the compiler's choice."""
+    target = node.target
+    return isinstance(target, OpOverload) and target.overloadpacket.__name__ in _REDUCTIONS
 
 
 def fuses_into_readers(node: fx.Node) -> bool:
@@ -62,11 +183,23 @@ _MOVES = {"clone", "_to_copy", "convert_element_type", "cat", "constant_pad_nd",
 
 
 def piece_bytes(piece: Piece) -> int:
-    """The most bytes that a piece holds once it is lowered: see `region_bytes`."""
+    """The most bytes that a piece holds once it is lowered: what its compiled code says, and before
+    there is any what `region_bytes` does."""
+    known = CACHE.structures.get(piece.key)
+    if known is not None and "compiled_bytes" not in piece.facts:
+        own: dict[str, int] = defaultdict(int)
+        for node in piece.nodes:
+            if num_bytes := workspace_bytes(node):
+                name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
+                own[name] = max(own[name], num_bytes)
+        piece.facts["compiled_bytes"] = held_bytes(known.run, own)
+    compiled: int | None = piece.facts.get("compiled_bytes")
+    if compiled is not None:
+        return compiled
     if "held_bytes" not in piece.facts:
         piece.facts["held_bytes"] = region_bytes(piece.nodes)
-    known: int = piece.facts["held_bytes"]
-    return known
+    estimated: int = piece.facts["held_bytes"]
+    return estimated
 
 
 def region_bytes(run: Sequence[fx.Node]) -> int:

@@ -15,8 +15,13 @@ from fxzero._compat import OpOverload, by_identity
 
 _aten = torch.ops.aten
 
-# Documented to return a view although the schema does not say so.
-_HIDDEN_VIEWS = {_aten._unsafe_view.default, _aten._reshape_alias.default}
+# Documented to return a view although the schema does not say so, or that may be one.
+_HIDDEN_VIEWS = {
+    _aten._unsafe_view.default,
+    _aten._reshape_alias.default,
+    _aten.unsafe_split.Tensor,
+    _aten.unsafe_split_with_sizes.default,
+}
 
 
 def view_base(node: fx.Node) -> fx.Node | None:

@@ -21,18 +21,18 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import groupby
 from typing import Any
 
 from torch import fx
 
 from fxzero._compat import OpOverload
-from fxzero.cost.workspace import piece_bytes, region_bytes, workspace_bytes
+from fxzero.cost.workspace import piece_bytes, workspace_bytes
 from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import num_bytes, tensor_bytes, writes_memory
-from fxzero.graph.pieces import is_call
 from fxzero.graph.stamps import stamp_of
-from fxzero.regions.cutout import cut_out, end_of_run, runs
+from fxzero.regions.cutout import Cutout, cut_out, end_of_run, is_lowerable, runs
 from fxzero.regions.region import Region
 from fxzero.runtime import collectives
 from fxzero.transfer import Pool
@@ -101,6 +101,14 @@ class Storages:
     """By node, what its value is in: of a list, one for each tensor."""
 
 
+def regions_of(graph: StepGraph) -> list[Cutout]:
+    """What will be regions of a graph, where runs of compute are compiled."""
+    nodes = [n for n in graph.graph.nodes if n.op in ("call_function", "get_attr")]
+    groups = _groups(nodes, graph.loss is None)
+    found = (cut_out(graph.pieces, g, "memory") for g in groups if is_lowerable(g[0]))
+    return [cutout for cutout in found if cutout.outputs]
+
+
 def storages_of(graph: StepGraph, *, fuses: bool) -> Storages:
     """Find a graph's storages.
 
@@ -114,8 +122,10 @@ def storages_of(graph: StepGraph, *, fuses: bool) -> Storages:
 class _Walk:
     def __init__(self, graph: StepGraph, fuses: bool) -> None:
         self.graph = graph
+        self.fuses = fuses
         nodes = [n for n in graph.graph.nodes if n.op in ("call_function", "get_attr")]
-        self.found = Storages(_groups(nodes) if fuses else [[node] for node in nodes])
+        is_cut = graph.loss is None
+        self.found = Storages(_groups(nodes, is_cut) if fuses else [[node] for node in nodes])
         self.storage = self.found.of
         self.parts: dict[fx.Node, list[list[Storage]]] = {}
         """Of a region: the storages of each of its outputs."""
@@ -138,7 +148,8 @@ class _Walk:
         for storage in self.found.every:
             # Kept for a backward that runs apart: `release_saved` ends it with its reader's run.
             if storage.gathered and storage.ended_by is None and storage.readers:
-                storage.readers[end_of_run(max(storage.readers))] = None
+                last = max(storage.readers)
+                storage.readers[end_of_run(last) if self.fuses else last] = None
         for source in self.graph.output.all_input_nodes:
             for storage in self.storage.get(source, ()):
                 storage.stays = True
@@ -241,10 +252,7 @@ class _Walk:
             if node not in self.storage:
                 make(node)
         made = sum(storage.num_bytes for storage in self.found.every[before:])
-        if any(map(is_call, group)):
-            held = piece_bytes(cut_out(self.graph.pieces, group, "memory").piece)
-        else:
-            held = region_bytes(group)
+        held = piece_bytes(cut_out(self.graph.pieces, group, "memory").piece)
         self.found.temporary[first] = max(held - made, 0)
 
     def _region(self, node: fx.Node) -> None:
@@ -347,10 +355,21 @@ def _returns_an_input(target: OpOverload) -> bool:
     return bool(returns) and returns[0].alias_info is not None
 
 
-def _groups(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Runs that will be regions, and every other node alone, in order."""
+def _groups(nodes: Sequence[fx.Node], is_cut: bool) -> list[list[fx.Node]]:
+    """Runs that will be regions, and every other node alone, in order.
+
+    Args:
+        is_cut: whether forward and backward will be run apart, so that no region is of both.
+    """
     groups: list[list[fx.Node]] = []
-    run_of = {node: run for run in map(tuple, runs(nodes)) for node in run}
+    found = runs(nodes)
+    if is_cut:
+        found = [
+            list(part)
+            for run in found
+            for _, part in groupby(run, key=lambda node: stamp_of(node).phase)
+        ]
+    run_of = {node: run for run in map(tuple, found) for node in run}
     for node in nodes:
         run = run_of.get(node)
         if run is None:

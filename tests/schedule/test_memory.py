@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import fxzero
+from examples.benchmarks.measure import allocated_peak_bytes
 from examples.models import gpt_bench
 from fxzero.compiler.compilation import Compilation, observers
 from fxzero.graph.aliases import is_view
@@ -20,22 +20,6 @@ from tests.stepping import chain_of, step_graph
 
 LIMIT = 0.05
 """How far off a simulated peak may be."""
-
-
-def allocated_peak_bytes(call: Any) -> int:
-    """The most bytes that torch's CPU allocator has handed out during a call, beyond those before.
-
-    The profiler reports every allocation and release, those of compiled regions too.
-    """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        call()
-    assert profiler.profiler is not None
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 def simulated_and_measured(
