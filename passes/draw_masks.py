@@ -1,5 +1,7 @@
 """Draw dropout's masks before the layer that they are for, so that the layer stays one region.
 
+Only the mask is random then: backward may repeat the product, or what is computed from it.
+
     y = gelu(x); d = native_dropout(y, 0.1)      mask = dropout_mask([4, 8], 0.1)
     out = d[0]; z = add(x, out)              →   y = gelu(x); z = add(x, y * mask / 0.9)
 
@@ -81,7 +83,7 @@ class DrawMasks(Pass):
     """Let dropout fuse with its layer."""
 
     name: ClassVar[str] = "draw_masks"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.CUT})
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.STAMPED})
     for_regions: ClassVar[bool] = True
 
     def run(self, graph: StepGraph, ctx: Context) -> Notes:

@@ -40,6 +40,7 @@ from fxzero.passes.decision import DecidingPass
 SCHEDULING: tuple[type[Pass], ...] = (
     StampNodes,
     LowerKernels,
+    DrawMasks,
     Recompute,
     Outline,
     Accumulate,
@@ -55,7 +56,6 @@ LOWERING: tuple[type[Pass], ...] = (
     LowerTransfers,
     GatherAhead,
     ReleaseSaved,
-    DrawMasks,
     LowerRegions,
 )
 

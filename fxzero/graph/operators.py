@@ -24,7 +24,9 @@ _COPIES = {_aten.clone.default}
 def is_random(node: fx.Node) -> bool:
     """Whether running a node twice gives two results. Attention without dropout does not."""
     target = node.target
-    if not isinstance(target, OpOverload) or not _may_be_random(target):
+    if not isinstance(target, OpOverload):
+        return bool(getattr(target, "draws_random_numbers", False))
+    if not _may_be_random(target):
         return False
     return _argument(node, "dropout_p") != 0
 

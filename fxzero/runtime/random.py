@@ -11,3 +11,6 @@ from torch import Tensor
 def dropout_mask(shape: Sequence[int], rate: float) -> Tensor:
     """Which elements a dropout keeps, as torch's CPU kernel draws them: ones with 1 - `rate`."""
     return torch.empty(tuple(shape), dtype=torch.bool).bernoulli_(1.0 - rate)
+
+
+dropout_mask.draws_random_numbers = True  # type: ignore[attr-defined]  # see graph.operators
