@@ -18,7 +18,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import (
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from fxzero._compat import hint, hinted
 from fxzero.cost.cluster import ClusterSpec
@@ -59,6 +63,9 @@ class Work:
 def flops_of(node: fx.Node) -> float:
     """FLOPs of an operator by torch's own formulas; 0 if there is none."""
     packet = getattr(node.target, "overloadpacket", None)
+    if packet in _ON_CPU:
+        tensors = [node.args[i].meta["val"] for i in range(_ON_CPU[packet])]  # type: ignore[union-attr]
+        return attention_flops(*(_hinted(tensor).shape for tensor in tensors))
     formula = flop_registry.get(packet) if packet is not None else None
     if formula is None:
         return 0.0
@@ -67,6 +74,20 @@ def flops_of(node: fx.Node) -> float:
         return float(formula(*args, **kwargs, out_val=_hinted(node.meta["val"])))
     except (TypeError, AttributeError):  # arguments the formula does not take
         return 0.0
+
+
+_ON_CPU = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: 3,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: 4,
+}
+"""Attention that torch counts no FLOPs of, and with how many tensors its arguments begin."""
+
+
+def attention_flops(*shapes: torch.Size) -> float:
+    """By torch's formulas for attention: (gradient,) query, key and value."""
+    if len(shapes) == 4:
+        return float(sdpa_backward_flop_count(*shapes))
+    return float(sdpa_flop_count(*shapes))
 
 
 def _hinted(value: Any) -> Any:
@@ -187,6 +208,10 @@ class AnalyticCosts:
     def compute_us(self, nodes: Sequence[fx.Node]) -> float:
         """See `CostModel`."""
         return self.work_us(work_of(nodes))
+
+    def operator_us(self, node: fx.Node) -> float:
+        """See `CostModel`."""
+        return self.compute_us([node])
 
     def work_us(self, work: Work) -> float:
         """Microseconds that some work takes."""

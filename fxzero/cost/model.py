@@ -41,6 +41,10 @@ class CostModel(Protocol):
         """Microseconds of nodes that run one after the other, as one region where they can."""
         ...
 
+    def operator_us(self, node: fx.Node) -> float:
+        """Microseconds of one operator by itself: never measured, as there are thousands."""
+        ...
+
     def transfer(self, transfer: Transfer) -> TransferCost:
         """What a transfer takes."""
         ...
@@ -62,6 +66,10 @@ class FixedCosts:
         if isinstance(self.compute, (int, float)):
             return self.compute
         return self.compute(spelled_out(nodes))
+
+    def operator_us(self, node: fx.Node) -> float:
+        """See `CostModel`."""
+        return self.compute_us([node])
 
     def transfer(self, transfer: Transfer) -> TransferCost:
         """See `CostModel`."""
