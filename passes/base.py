@@ -16,6 +16,7 @@ from fxzero.cost import AnalyticCosts, CostModel, load_cluster
 from fxzero.graph import StepGraph
 from fxzero.passes.decisions import Decisions
 from fxzero.runtime.optimizers import OptimizerLayout
+from fxzero.schedule.repetition import Levels
 from fxzero.settings import check_types
 
 
@@ -79,6 +80,18 @@ class Notes(Mapping[str, object]):
 
 
 @dataclass
+class Level:
+    """How much of its speed a step gives up for its memory: what `memory_budget` looks for."""
+
+    number: int = 0
+    """Of `levels`: how much is repeated."""
+    tight: bool = False
+    """Whether transfers hold as little as they can, too."""
+    levels: Levels | None = None
+    """What could be repeated; found for the first of the levels that are tried."""
+
+
+@dataclass
 class Context:
     """What all passes of one compilation share."""
 
@@ -88,6 +101,8 @@ class Context:
     """What things take, by which all ranks decide alike."""
     fuses: bool = True
     """Whether runs of compute will be compiled regions."""
+    level: Level | None = None
+    """How much is given up for a memory budget, where there is one."""
     decompositions: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     """What the capture took apart: patterns are traced as the graph was."""
     decisions: Decisions = field(default_factory=Decisions)

@@ -12,10 +12,12 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fxzero.errors import ConfigError
 from fxzero.graph import Phase, StepGraph
 from fxzero.graph.operators import is_random
 from fxzero.graph.stamps import stamp_of
 from fxzero.passes import Recompute
+from fxzero.passes.recompute import Policy
 from tests.tracing import find, of, record_of, scheduled, sides, texts, words
 
 _aten = torch.ops.aten
@@ -225,3 +227,129 @@ def test_what_reads_a_changed_input_is_saved() -> None:
     graph = scheduled(of(ChangesBuffer, 4, 8), "recompute", zero=0)
     (shift,) = graph.mutated
     assert all(stamp_of(user).phase is Phase.FORWARD for user in shift.users)
+
+
+class Blocks(nn.Module):
+    """Three blocks between an entry and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(3)
+        )
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 8) → scalar."""
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x).square().sum()
+
+
+blocks = of(Blocks, 4, 8)
+
+
+def products_again(recompute: Recompute) -> list[str]:
+    """The layers whose matrix products backward repeats."""
+    graph = scheduled(blocks, "recompute", recompute, zero=0)
+    products = (_aten.mm.default, _aten.addmm.default)
+    return [
+        stamp_of(n).layer
+        for n in graph.nodes(phase=Phase.BACKWARD)
+        if n.target in products and stamp_of(n).again
+    ]
+
+
+def test_every_block() -> None:
+    """Its input crosses, its first product is repeated; entry and head are as they were."""
+    assert products_again(Recompute()) == []
+    assert set(products_again(Recompute(policy=Policy.FULL))) == {f"blocks.{i}" for i in range(3)}
+    saved = sides(blocks, Recompute(policy=Policy.FULL), zero=0).saved
+    assert not [n for n in saved if n.meta["val"].shape == (4, 32)]
+    assert len([n for n in saved if n.meta["val"].shape == (4, 8)]) >= 3
+
+
+@pytest.mark.parametrize("name", ["blocks.1", "blocks.1.*", "blocks.[1]"])
+def test_modules_to_repeat(name: str) -> None:
+    """By a pattern of their names, with what is in them."""
+    assert set(products_again(Recompute(repeat=(name,)))) == {"blocks.1"}
+
+
+@pytest.mark.parametrize("name", ["aten.addmm", "addmm", "aten.addmm.default"])
+def test_operators_to_repeat(name: str) -> None:
+    """Wherever what they compute is needed: tanh's backward reads tanh alone, unless that is repeated
+    too."""
+    blocks = {f"blocks.{i}" for i in range(3)}
+    assert not blocks & set(products_again(Recompute(repeat=(name,))))
+    assert blocks <= set(products_again(Recompute(repeat=(name, "tanh"))))
+
+
+def test_what_is_saved_by_name_is_not_repeated() -> None:
+    """Whatever asks for it."""
+    full = Recompute(policy=Policy.FULL, save=("blocks.1",))
+    assert set(products_again(full)) == {"blocks.0", "blocks.2"}
+    both = Recompute(repeat=("addmm", "tanh"), save=("blocks.*",))
+    assert not set(products_again(both)) & {f"blocks.{i}" for i in range(3)}
+    kept = sides(blocks, Recompute(save=("tanh",)), zero=0).saved
+    assert _aten.tanh.default in {n.target for n in kept}
+
+
+@pytest.mark.parametrize("what", ["save", "repeat"])
+def test_names_of_nothing(what: str) -> None:
+    """A typing error would otherwise train with another memory than was asked for."""
+    with pytest.raises(ConfigError, match=rf"recompute\.{what}: nothing .* 'blocks\.9'.*named_mod"):
+        products_again(Recompute(**{what: ("blocks.9",)}))  # type: ignore[arg-type]
+
+
+class CheckpointedBlocks(Blocks):
+    """Each block by itself, as `gradient_checkpointing_enable` does it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 8) → scalar."""
+        x = self.enter(x)
+        for block in self.blocks:
+            x = checkpoint(lambda x, block=block: x + block(x), x, use_reentrant=False)
+        return self.head(x).square().sum()
+
+
+def test_checkpoints_one_behind_the_other() -> None:
+    """Each keeps its input: backward repeats one at a time, not all of them from the first one's."""
+    cut = sides(of(CheckpointedBlocks, 4, 8), Recompute(max_nodes=0), zero=0)
+    inputs = [n for n in cut.saved if n.op == "call_function" and n.meta["val"].shape == (4, 8)]
+    assert len(inputs) >= 3
+    assert not [n for n in cut.saved if n.meta["val"].shape == (4, 32)]
+    again = [n for n in cut.backward.nodes() if stamp_of(n).again]
+    for node in again:
+        layers = {stamp_of(s).layer for s in node.all_input_nodes if s in again}
+        assert layers <= {stamp_of(node).layer}
+
+
+class Dropped(nn.Module):
+    """Attention of the kind that returns several tensors, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, H, T, 8) → scalar."""
+        for layer in self.inner:
+            y = layer(x)
+            x = x + F.dropout(F.scaled_dot_product_attention(y, y, y), 0.3)
+        return x.square().sum()
+
+
+def test_nothing_random_is_repeated_by_policy() -> None:
+    """Not by any; and no list of tensors crosses, whose parts do."""
+    for recompute in (
+        Recompute(policy=Policy.FULL),
+        Recompute(repeat=("inner.*", "mul")),
+    ):
+        build = of(Dropped, 2, 2, 4, 8)
+        graph = scheduled(build, "recompute", recompute, zero=0)
+        assert not [n for n in graph.nodes() if stamp_of(n).again and is_random(n)]
+        assert repeated(graph)
+        saved = sides(build, recompute, zero=0).saved
+        assert all(isinstance(n.meta["val"], Tensor) for n in saved)

@@ -1,0 +1,159 @@
+"""A step graph's forward as values that can be kept for backward or computed again."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxzero._compat import checkpoint_number, checkpoint_tag, is_symbolic
+from fxzero.cost.model import CostModel
+from fxzero.cost.workspace import fuses_into_readers, is_reduction
+from fxzero.graph import Phase, Role, StepGraph
+from fxzero.graph.aliases import is_view
+from fxzero.graph.launch import record_for
+from fxzero.graph.operators import is_pure, num_bytes
+from fxzero.graph.stamps import stamp_of
+from fxzero.schedule.repetition import Value
+
+FUSED = 0.5
+"""What an operator that fuses into its reader takes, of what it takes alone: it writes nothing, or
+reads nothing."""
+
+
+@dataclass(frozen=True)
+class ForwardValues:
+    """Forward's computations in a valid order, as nodes and as values."""
+
+    nodes: tuple[fx.Node, ...]
+    values: tuple[Value, ...]
+
+
+def asked_to_repeat(node: fx.Node) -> bool:
+    """Whether `torch.utils.checkpoint` wants a node repeated, and it may be."""
+    if node.target is operator.getitem:  # a part is repeated with what it is a part of
+        return asked_to_repeat(node.all_input_nodes[0])
+    return checkpoint_tag(node) == "recompute" and is_pure(node) and not is_handed_on(node)
+
+
+def is_handed_on(node: fx.Node) -> bool:
+    """Whether a checkpoint's result, or a look at it, is what a later checkpoint begins with: that
+    one keeps its inputs. Otherwise blocks of which each is a checkpoint would all be repeated at
+    once, from the first one's input."""
+    mine = checkpoint_number(node)
+    if mine is None:
+        return False
+    for user in node.users:
+        theirs = checkpoint_number(user)
+        if theirs is not None and theirs > mine:
+            return True
+        if theirs == mine and is_view(user) and is_handed_on(user):
+            return True
+    return False
+
+
+def reads_what_changes(graph: StepGraph, node: fx.Node) -> bool:
+    """Whether a node reads an input that the forward changes: later it would read another value."""
+    return not graph.mutated.isdisjoint(node.all_input_nodes)
+
+
+def forward_values(
+    graph: StepGraph,
+    costs: CostModel,
+    *,
+    fuses: bool,
+    stays: Callable[[fx.Node], bool] = lambda _: False,
+) -> ForwardValues:
+    """What forward computes, and what each of it takes to keep and to repeat.
+
+    Args:
+        graph: stamped, with markers where parameters are read.
+        fuses: whether runs of compute will be compiled regions. In another region a sum may be
+            made in another order: sums are kept then, which are small, so that no bit changes.
+        stays: what shall not be repeated, for whatever reason.
+    """
+    outputs = set(graph.output_values[: graph.num_forward_outputs])
+    nodes = _in_order(graph)
+    position = {node: i for i, node in enumerate(nodes)}
+    gathered_again = _read_in_backward(graph)
+    values = []
+    for node in nodes:
+        is_needed = any(stamp_of(user).phase is Phase.BACKWARD for user in node.users)
+        sources = tuple(position[n] for n in node.all_input_nodes if n in position)
+        role = stamp_of(node).role
+        if role is Role.UNSHARD:
+            us = 0.0 if node in gathered_again else _gather_us(graph, node, costs)
+            values.append(Value(node.name, 0, us, (), is_needed, may_keep=False))
+            continue
+        looks = is_view(node) and bool(sources)
+        several = isinstance(node.meta.get("val"), (list, tuple))
+        is_part = node.target is operator.getitem and bool(sources) and not looks
+        values.append(
+            Value(
+                node.name,
+                0 if looks or several or node in outputs else num_bytes(node),
+                repeat_us(node, costs, fuses),
+                sources,
+                is_needed and node not in outputs,
+                may_repeat=(
+                    role is Role.COMPUTE
+                    and (looks or is_pure(node))
+                    # A list is not kept, so that its parts are repeated with it or not at all.
+                    and not (is_part and not values[sources[0]].may_repeat)
+                    and node not in outputs
+                    and not is_symbolic(node.meta.get("val"))
+                    and not reads_what_changes(graph, node)
+                    and checkpoint_tag(node) != "save"
+                    and (looks or not is_handed_on(node))
+                    and not (fuses and is_reduction(node))
+                    and not stays(node)
+                ),
+                may_keep=not (looks or several or asked_to_repeat(node)),
+            )
+        )
+    return ForwardValues(tuple(nodes), tuple(values))
+
+
+def _in_order(graph: StepGraph) -> list[fx.Node]:
+    """Forward's calls, the parts of a list right behind it."""
+    found: list[fx.Node] = []
+    for node in graph.nodes(phase=Phase.FORWARD):
+        if stamp_of(node).role is Role.ROWS or node.target is operator.getitem:
+            continue
+        found.append(node)
+        found += sorted(user for user in node.users if user.target is operator.getitem)
+    return found
+
+
+def repeat_us(node: fx.Node, costs: CostModel, fuses: bool) -> float:
+    """What a node takes when it is repeated; nothing where it only looks at another one."""
+    if is_view(node) or node.target is operator.getitem:
+        return 0.0
+    us = costs.operator_us(node)
+    return us * FUSED if fuses and fuses_into_readers(node) else us
+
+
+def _read_in_backward(graph: StepGraph) -> set[fx.Node]:
+    """The markers of parameters that backward reads whatever is repeated, through views too."""
+    found = set()
+    for marker in graph.nodes(role=Role.UNSHARD):
+        aliases = [marker]
+        for node in aliases:
+            aliases += [user for user in node.users if user.op != "output" and is_view(user)]
+        readers = (user for node in aliases for user in node.users if user.op != "output")
+        if any(stamp_of(user).phase is Phase.BACKWARD for user in readers):
+            found.add(marker)
+    return found
+
+
+def _gather_us(graph: StepGraph, marker: fx.Node, costs: CostModel) -> float:
+    """What it takes to gather a parameter once more; nothing where it is there in backward."""
+    spec = graph.specs[stamp_of(marker).params[0]]
+    if spec.shard_group is None or spec.zero < 3:
+        return 0.0
+    (shard,) = marker.all_input_nodes
+    return sum(
+        costs.transfer(record_for(kind, axis, shard)).wire_us for kind, axis in spec.layout.gathers
+    )
