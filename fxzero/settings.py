@@ -5,8 +5,8 @@
 
 Types are `bool`, `int`, `float`, `str`, an `Enum` (by its value too), another such dataclass, a
 tuple of one of them (a list in a mapping), and each of them or None. A number is finite, and a
-whole one fits 64 bits. Nothing is converted that somebody may not have meant: ``"2"`` is no number,
-``1`` is no ``true``.
+whole one fits 64 bits; a `Size` may be one too. Nothing is converted that somebody may not have
+meant: ``"2"`` is no number, ``1`` is no ``true``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,14 @@ from typing import Any, TypeVar, Union
 from fxzero.errors import ConfigError, nearest
 
 T = TypeVar("T")
+
+
+class Size(str):
+    """A number of bytes, as text that whoever uses it understands: ``8GiB``, ``80%``. A whole
+    number is taken too."""
+
+    __slots__ = ()
+
 
 LARGEST = (1 << 63) - 1
 
@@ -125,6 +133,8 @@ def convert(hint: Any, value: Any, where: str) -> Any:
     assert isinstance(hint, type), f"{where}: settings have plain types, not {hint}"
     if issubclass(hint, Enum):
         return _member(hint, value, where)
+    if hint is Size:
+        return value if isinstance(value, Size) else _size(value, where)
     problem = _PROBLEMS[hint](value)
     if problem:
         raise ConfigError(f"{where}={_shown(value)} must be {problem}")
@@ -138,6 +148,14 @@ def _member(kind: type[Enum], value: Any, where: str) -> Enum:
     if not isinstance(value, str) or value not in choices:
         raise ConfigError(f"{where}={_shown(value)}: {nearest(str(value), choices)}")
     return kind(value)
+
+
+def _size(value: Any, where: str) -> Size:
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ConfigError(
+            f"{where}={_shown(value)} must be a size: text, or a whole number of bytes"
+        )
+    return Size(value)
 
 
 def _no_whole_number(value: Any) -> str:

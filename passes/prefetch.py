@@ -51,6 +51,11 @@ def default_budget(graph: TaskGraph) -> int:
     return replay(graph, fixed_order(graph, 2, 2)).peak_bytes
 
 
+def least_budget(graph: TaskGraph) -> int:
+    """What gathering each bucket right before its use and reducing each at once would hold."""
+    return replay(graph, fixed_order(graph, 0, 0)).peak_bytes
+
+
 def names_of(transfers: Sequence[TransferNodes]) -> frozenset[str]:
     """The buckets that transfers carry."""
     return frozenset(transfer.stamp.bucket for transfer in transfers)
@@ -91,8 +96,7 @@ def choose(
             break  # what is kept leaves too little
         choices.append(Choice(kept, problem, found))
     if not choices:
-        graph = problem_of(inventory).graph
-        least = replay(graph, fixed_order(graph, 0, 0)).peak_bytes
+        least = least_budget(problem_of(inventory).graph)
         raise PassError(
             f"prefetch.budget_bytes={budget_bytes}: no order holds so little. Gathering each "
             f"bucket right before its use and reducing each at once holds {least} bytes. Raise "
@@ -177,8 +181,12 @@ class Prefetch(DecidingPass[Order]):
             found = FoundOrder(order, replay(problem.graph, order), f"distance {self.distance}")
             choice = Choice((), problem, found)
         else:
-            candidates = keepable(inventory.transfers) if self.keep else []
-            choice = choose(inventory, candidates, self.budget_bytes)
+            budget_bytes, candidates = self.budget_bytes, []
+            if ctx.level is not None and ctx.level.tight and budget_bytes is None:
+                budget_bytes = least_budget(problem_of(inventory).graph)
+            elif self.keep:
+                candidates = keepable(inventory.transfers)
+            choice = choose(inventory, candidates, budget_bytes)
         result = choice.found.replay
         names = choice.problem.names()
         return Order(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,22 +13,33 @@ import torch
 from torch import fx
 
 from fxzero import _compat
+from fxzero._compat import is_symbolic
 from fxzero.capture.fold_layers import Folds
 from fxzero.capture.folded import marked_parameters, reveal
 from fxzero.capture.unfold_layers import unfold
 from fxzero.compiler.config import Config
+from fxzero.compiler.memory_budget import MemoryBudget, Search, Trial, mebibytes, too_small
 from fxzero.compiler.pipelines import DECIDING, Pipelines
 from fxzero.compiler.plan import OtherGraphError, Plan
 from fxzero.compiler.run import PassRecord, run_passes
-from fxzero.errors import ConfigError, FxZeroWarning
+from fxzero.cost.settings import device_of
+from fxzero.errors import ConfigError, FxZeroWarning, VerificationError
 from fxzero.graph import StepGraph
 from fxzero.graph.aliases import root
 from fxzero.graph.cut import Sides, crossing, cut
-from fxzero.passes.base import Context, Fact, Pass
+from fxzero.graph.operators import num_bytes
+from fxzero.passes.base import Context, Fact, Level, Pass
 from fxzero.passes.decisions import Decisions
 from fxzero.passes.expand_layers import UnequalLayersError
+from fxzero.passes.lower_regions import share_compilation
+from fxzero.passes.recompute import Recompute
 from fxzero.passes.release_saved import private_saved
+from fxzero.regions.region import CACHE
 from fxzero.runtime.executor import executable
+from fxzero.schedule.agreement import agree
+from fxzero.schedule.repetition import Levels
+from fxzero.schedule.simulate import Memory, simulate_memory
+from fxzero.schedule.storage import regions_of
 from fxzero.sharding.params import ModelState, ParamSpec, spec_of
 
 log = logging.getLogger("fxzero")
@@ -57,6 +69,10 @@ class Compilation:
     """What was lowered: forward and backward, or a forward alone."""
     facts: frozenset[Fact] = frozenset()
     """What is true of the scheduled graph, and of what is cut out of it."""
+    budget_bytes: int | None = None
+    """What the graph's peak was fitted into."""
+    stands_for: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By layer, equal ones for which early passes have decided as for it."""
 
     def __post_init__(self) -> None:
         if self.config.plan:
@@ -124,10 +140,18 @@ class Compilation:
         )
 
     def schedule(self, graph: StepGraph) -> None:
-        """Decide what happens in the step, and when."""
+        """Decide what happens in the step, and when.
+
+        Raises:
+            ConfigError: its memory budget is less than it can do with.
+        """
         self.specs = graph.specs
         if self.keep_graphs:
             self.joint = graph
+        budget = self.config.budget
+        if budget is not None and graph.num_forward_outputs < len(graph.output_values):
+            self._schedule_within(graph, budget)
+            return
         folded = graph.clone() if self.folds.leave_out else None
         try:
             self._schedule(graph, leave_out=True)
@@ -148,6 +172,86 @@ class Compilation:
         self.start_again(self.pipelines)
         self._schedule(graph, leave_out=False)
 
+    def _schedule_within(self, graph: StepGraph, budget: MemoryBudget) -> None:
+        """Decide on the fastest step whose peak is within a budget."""
+        device_type = device_of(graph)
+        budget_bytes = budget.bytes_of(lambda: self.config.cost.device_bytes(device_type))
+        if any(is_symbolic(size) for shape in shapes_of(graph) for size in shape):
+            self.context.warnings.append(
+                f"memory_budget={budget.text!r}: this graph takes batches of any size, and was "
+                "fitted to the size that it was compiled for: a larger batch takes more. Compile "
+                "with dynamic=False for a graph, and a budget, of each size."
+            )
+        about = f"memory {budget_bytes} of {' '.join(map(str, shapes_of(graph)))}"
+        standing_bytes = gradients_before(graph)
+        log.info("memory_budget=%s: %s a rank", budget.text, mebibytes(budget_bytes))
+        found: Levels | None = None
+        compiled = 0
+
+        def look(trial: Trial[_Scheduled]) -> None:
+            """Simulate a trial's memory, by what is known of its regions now."""
+            trial.memory = simulate_memory(trial.step.graph, fuses=self.config.fuses)
+            question = f"{about}: {trial.level} {trial.tight} {compiled} {self.pipelines}"
+            peak_bytes = trial.memory.peak_bytes + standing_bytes
+            trial.peak_bytes = agree(graph.identity, question, peak_bytes)
+            peak = (trial.level, trial.peak_bytes, trial.memory.peak_node)
+            log.info("memory level %d: %d bytes at %s", *peak)
+
+        def attempt(number: int, tight: bool) -> Trial[_Scheduled]:
+            nonlocal found
+            copy = graph.clone()
+            self.start_again(self.pipelines)
+            self.context.level = Level(number, tight, found)
+            self._schedule(copy, leave_out=False)  # layers of a class may be treated differently
+            found = self.context.level.levels
+            decisions = self.context.decisions
+            step = _Scheduled(copy, self.records[:], decisions, self.facts)
+            trial = Trial(number, tight, step, _NOTHING, 0)
+            look(trial)
+            return trial
+
+        search = Search(attempt, budget_bytes)
+        while True:
+            trial = search.run(lambda: found)
+            chosen = trial or search.least
+            if not self._compile_regions(chosen.step.graph):
+                break
+            compiled += 1  # now their memory is known, and not estimated
+            for other in search.trials:
+                look(other)
+        # A rank that has compiled other models may know more of its regions than another one.
+        mine = None if trial is None else [trial.level, trial.tight]
+        agreed = agree(graph.identity, f"{about}: level of {self.pipelines}", mine)
+        if agreed is None:
+            fixed = self.context.decisions.replayed & {"recompute", "prefetch"}
+            raise too_small(
+                budget,
+                budget_bytes,
+                search.least,
+                standing_bytes,
+                given=f"a plan for {', '.join(sorted(fixed))}"
+                if fixed
+                else str(self.config.recompute)
+                if self.config.recompute != Recompute()
+                else "",
+            )
+        trial = search.take(*agreed)
+        # Of all ranks the first one's peak is within the budget; this one's may be a row above.
+        self.budget_bytes = max(budget_bytes, trial.memory.peak_bytes)
+        graph.become(trial.step.graph)
+        self.records[:] = trial.step.records
+        self.context.decisions = trial.step.decisions
+        self.context.scratch.clear()
+        self.facts = trial.step.facts
+
+    def _compile_regions(self, graph: StepGraph) -> bool:
+        """Compile what will be regions; whether there was something new."""
+        if not self.config.fuses or not CACHE.compiles:
+            return False
+        before = CACHE.compilations
+        CACHE.fill({c.key: c.module for c in share_compilation(regions_of(graph))}, graph.fake_mode)
+        return CACHE.compilations > before
+
     def _schedule(self, graph: StepGraph, *, leave_out: bool) -> None:
         """Unfold a graph, and run the passes that decide on it.
 
@@ -156,6 +260,10 @@ class Compilation:
             OtherGraphError: the plan does not know the graph.
         """
         unfold(graph, self.folds, leave_out=leave_out)
+        self.stands_for = {
+            chain.example.name: tuple(place.name for place in chain.layers)
+            for chain in graph.left_out
+        }
         self.context.fuses = self.config.fuses
         self.context.costs = self.config.cost.make(graph, fuses=self.config.fuses)
         self.facts = self._run(graph, self.pipelines.scheduling, frozenset())
@@ -223,9 +331,27 @@ class Compilation:
             NotSteadyError: it holds fewer micro-steps than the step has, and cannot.
         """
         self._run(graph, self.pipelines.lowering, self.facts | {Fact.CUT, Fact.RELEASED})
+        self._verify_peak(graph)
         call = executable(graph, self.states())
         self.folds = Folds()  # no other graph of this step comes
         return call
+
+    def _verify_peak(self, graph: StepGraph) -> None:
+        """See that lowering has not added what the memory budget has no room for.
+
+        Raises:
+            VerificationError: it has.
+        """
+        if self.budget_bytes is None:
+            return
+        memory = simulate_memory(graph, fuses=self.config.fuses)
+        if memory.peak_bytes > self.budget_bytes:
+            raise VerificationError(
+                f"memory_budget={self.config.memory_budget!r}: once it is lowered the step holds "
+                f"{memory.peak_bytes} bytes at {memory.peak_node}, and {self.budget_bytes} are "
+                "allowed. Where gathers run between two steps, gather_ahead.enabled=False lets "
+                "them wait for the step that needs them; else allow a little more."
+            )
 
     def states(self) -> list[ModelState]:
         """The models whose parameters are in the graph."""
@@ -247,6 +373,37 @@ class Compilation:
             if self.config.strict:
                 raise ConfigError(f"{message} (an error because strict=True)")
             warnings.warn(message, FxZeroWarning, stacklevel=2)
+
+
+@dataclass(frozen=True)
+class _Scheduled:
+    """A graph that passes have decided on."""
+
+    graph: StepGraph
+    records: list[PassRecord]
+    decisions: Decisions
+    facts: frozenset[Fact]
+
+
+def gradients_before(graph: StepGraph) -> int:
+    """What the gradients of an earlier backward take: in the ordinary loop there may be some, to be
+    added to; a whole step keeps none."""
+    if graph.loss is not None:
+        return 0
+    if graph.specs:
+        return sum(math.prod(s.local_shape) * s.dtype.itemsize for s in graph.specs.values())
+    # In one process parameters are inputs like others.
+    outputs = graph.output_values[graph.num_forward_outputs :]
+    return sum(num_bytes(node) for node in outputs if isinstance(node, fx.Node))
+
+
+_NOTHING = Memory(0, "", 0, (), (), 0)
+
+
+def shapes_of(graph: StepGraph) -> list[Any]:
+    """The shapes of a graph's inputs."""
+    inputs = graph.graph.find_nodes(op="placeholder")
+    return [node.meta["val"].shape for node in inputs if _is_tensor_node(node)]
 
 
 observers: list[Callable[[Compilation], None]] = []

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fxzero.compiler.memory_budget import NO_BUDGET, MemoryBudget
 from fxzero.cost.settings import CostSettings
 from fxzero.passes import (
     Bucket,
@@ -20,7 +21,7 @@ from fxzero.passes import (
     Recompute,
 )
 from fxzero.passes.lower_regions import RegionBackend
-from fxzero.settings import build, check_types
+from fxzero.settings import Size, build, check_types
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ class Config:
     cuda_graph: bool = False
     """In whole steps on CUDA: replay the step as one CUDA graph. Not for optimizers that run
     their own ``step()``, nor with `stop_unless_finite`, which waits for the GPU."""
+    memory_budget: Size = NO_BUDGET
+    """The most memory that a rank's step may take at its peak, by simulation: ``8GiB``,
+    ``512MiB``, a number of bytes, ``80%`` of the device, ``auto`` (what the device has for this
+    rank, less a tenth), or ``none``. As much is repeated in backward as it takes, and no more."""
     plan: str = ""
     """A file of decisions to replay to the letter instead of deciding: see
     ``fxzero inspect --plan``."""
@@ -50,6 +55,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_types(self, "options")
+        MemoryBudget.parse(self.memory_budget)
 
     @staticmethod
     def from_options(options: Mapping[str, Any] | Config | None) -> Config:
@@ -61,6 +67,11 @@ class Config:
         if isinstance(options, Config):
             return options
         return build(Config, {} if options is None else options, "options")
+
+    @property
+    def budget(self) -> MemoryBudget | None:
+        """The bound on memory, if there is one."""
+        return MemoryBudget.parse(self.memory_budget)
 
     @property
     def fuses(self) -> bool:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fxzero.cost.analytic import AnalyticCosts
 from fxzero.cost.cluster import ClusterSpec, guess_cluster, load_cluster
+from fxzero.cost.device_memory import device_bytes
 from fxzero.cost.measured import MeasuredCosts
 from fxzero.cost.model import CostModel
 from fxzero.errors import ConfigError
@@ -67,6 +68,14 @@ class CostSettings:
         identity = f"{graph.identity}/{_compilations[graph.identity]}"
         base = AnalyticCosts(cluster)
         return MeasuredCosts(base, device_type, fuses, graph.fake_mode, identity)
+
+    def device_bytes(self, device_type: str) -> int:
+        """What the device has for this rank: the cluster's figure where one was named or ranks are
+        fake, else this machine's."""
+        is_fake = dist.is_initialized() and dist.get_backend() == "fake"
+        if self.cluster is not None or is_fake:
+            return int(self._cluster(device_type).device.memory_bytes)
+        return device_bytes(device_type)
 
     def _cluster(self, device_type: str) -> ClusterSpec:
         world_size = dist.get_world_size() if dist.is_initialized() else 1

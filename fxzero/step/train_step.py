@@ -280,8 +280,9 @@ class TrainStep:
         """Train in several graphs from now on, and say why."""
         warnings.warn(
             "compile_step trains in several graphs: forward and loss could not be traced as one."
-            f"\n{error}\nNumbers are the same; updates wait for the whole backward. Rewrite "
-            "what it names for one graph; strict=True makes this an error.",
+            f"\n{error}\nNumbers are the same; updates wait for the whole backward"
+            f"{', and memory_budget bounds each graph by itself' if self._config.budget else ''}. "
+            "Rewrite what it names for one graph; strict=True makes this an error.",
             FxZeroWarning,
             stacklevel=6,  # the line that calls the step, which a decorator stands before
         )

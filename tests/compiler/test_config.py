@@ -49,7 +49,7 @@ def test_ready_made_objects_are_taken() -> None:
             (
                 "options has no setting 'prefech': did you mean 'prefetch'? Known: bucket, "
                 "cost, cuda_graph, gather_ahead, keep_text, lower_kernels, lower_regions, "
-                "plan, prefetch, recompute, stop_unless_finite, strict"
+                "memory_budget, plan, prefetch, recompute, stop_unless_finite, strict"
             ),
         ),
         (
@@ -63,8 +63,8 @@ def test_ready_made_objects_are_taken() -> None:
             {"zzz": 1},
             (
                 "options has no setting 'zzz': Known: bucket, cost, cuda_graph, gather_ahead, "
-                "keep_text, lower_kernels, lower_regions, plan, prefetch, recompute, "
-                "stop_unless_finite, strict"
+                "keep_text, lower_kernels, lower_regions, memory_budget, plan, prefetch, "
+                "recompute, stop_unless_finite, strict"
             ),
         ),
         (

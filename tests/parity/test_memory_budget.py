@@ -1,0 +1,338 @@
+"""Steps under every memory budget: the same numbers bit by bit, and no more memory than allowed.
+
+The largest budget is what a step takes without one, the least is what the error of a budget of one
+byte names. Both are simulated; what is measured is what torch's allocator hands out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxzero
+from examples.benchmarks.measure import allocated_peak_bytes
+from examples.models import gpt_bench
+from fxzero.compiler.compilation import Compilation, observers
+from fxzero.errors import ConfigError
+from fxzero.schedule.simulate import Memory, simulate, simulate_memory
+from tests.parity.harness import Pools
+from tests.parity.training import Tensors, assert_same, full_optimizer_state, full_parameters
+
+SLACK = 16 << 10
+"""Bytes that may be measured above a budget: saved tensors below 4 KiB, which live a little longer
+in the loop than the simulation has it."""
+
+
+def gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """With dropout."""
+    model = gpt_bench(num_layers=2, hidden=64, num_heads=4, block_size=64, dropout=0.1)
+    return model, model.example_inputs(8)
+
+
+class Convnet(nn.Module):
+    """Batch norm changes buffers in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [3, 16, 16, 16, 16]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
+            for a, b in pairwise(widths)
+        )
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 3, H, W) to a scalar."""
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3))).square().mean()
+
+
+def convnet() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """See `Convnet`."""
+    return Convnet(), (torch.randn(8, 3, 24, 24),)
+
+
+class UNet(nn.Module):
+    """Activations of the first layers live until the last."""
+
+    def __init__(self, width: int = 16, depth: int = 2) -> None:
+        super().__init__()
+
+        def block(a: int, b: int) -> nn.Module:
+            return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(4, b), nn.SiLU())
+
+        sizes = [width * 2**i for i in range(depth + 1)]
+        self.enter = nn.Conv2d(3, width, 3, padding=1)
+        self.down = nn.ModuleList(block(a, b) for a, b in pairwise(sizes))
+        self.up = nn.ModuleList(
+            block(a + b, b) for a, b in zip(sizes[::-1], sizes[-2::-1], strict=False)
+        )
+        self.leave = nn.Conv2d(width, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 3, H, W) to a scalar."""
+        x = self.enter(x)
+        skips = []
+        for block in self.down:
+            skips.append(x)
+            x = F.max_pool2d(block(x), 2)
+        for block in self.up:
+            x = block(torch.cat([F.interpolate(x, scale_factor=2), skips.pop()], 1))
+        return self.leave(x).square().mean()
+
+
+def unet() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """See `UNet`."""
+    return UNet(), (torch.randn(8, 3, 32, 32),)
+
+
+class Recurrent(nn.Module):
+    """One cell for every row of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(32, 64)
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, 32) to a scalar."""
+        state = x.new_zeros(x.shape[0], 64)
+        total = x.new_zeros(())
+        for row in x.unbind(1):
+            state = self.cell(row, state)
+            total = total + self.head(state).tanh().square().mean()
+        return total
+
+
+def recurrent() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """See `Recurrent`."""
+    return Recurrent(), (torch.randn(64, 6, 32),)
+
+
+class Llama(nn.Module):
+    """transformers' own."""
+
+    def __init__(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        self.model = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=64,
+                intermediate_size=176,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                vocab_size=256,
+            )
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, T) to the loss."""
+        loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+
+def llama() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """See `Llama`."""
+    return Llama(), (torch.randint(0, 256, (8, 48)),)
+
+
+MODELS = {f.__name__: f for f in (gpt, convnet, unet, recurrent, llama)}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a few steps came to, and what one of them took."""
+
+    values: Tensors
+    memory: Memory
+    measured_bytes: int
+    standing_bytes: int
+    """What the budget counts that the graph does not hold: gradients that may be there already."""
+    step_us: float
+    level: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """What a budget must allow."""
+        return self.memory.peak_bytes + self.standing_bytes
+
+
+@contextmanager
+def observed() -> Iterator[list[Compilation]]:
+    """The compilations inside."""
+    found: list[Compilation] = []
+
+    def keep(compilation: Compilation) -> None:
+        compilation.keep_graphs = True
+        found.append(compilation)
+
+    observers.append(keep)
+    try:
+        yield found
+    finally:
+        observers.remove(keep)
+
+
+def train(
+    name: str,
+    door: str,
+    budget: str | int,
+    *,
+    zero: int = 0,
+    micro_batches: int = 1,
+    regions: str = "eager",
+    **options: Any,
+) -> Trained:
+    """Two steps of a model."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    fxzero.shard(model, zero=zero)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    settings = {
+        "memory_budget": budget,
+        "lower_regions": {"backend": regions},
+        # What a step before has started would be alive, but allocated before the profiler looked.
+        "gather_ahead": {"enabled": False},
+        **options,
+    }
+    losses: Tensors = {}
+    step: Callable[[], Tensor]
+    if door == "step":
+        compiled = fxzero.compile_step(
+            model, optimizer, options=settings, micro_batches=micro_batches
+        )
+
+        def step() -> Tensor:
+            return compiled(*batch).loss
+    else:
+        forward = torch.compile(model, backend="fxzero", options=settings)
+
+        def step() -> Tensor:
+            for part in zip(*(t.chunk(micro_batches) for t in batch), strict=True):
+                loss: Tensor = forward(*part) / micro_batches
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+    with observed() as found:
+        for number in range(2):
+            losses[f"loss {number}"] = step().detach().clone()
+    (compilation,) = [c for c in found if c.joint is not None]
+    graph = compilation.joint
+    assert graph is not None
+    fuses = regions == "inductor"
+    memory = simulate_memory(graph, fuses=fuses)
+    buffers = {f"buffer {key}": value.clone() for key, value in model.named_buffers()}
+    state = full_optimizer_state(model, optimizer)
+    values = losses | dict(full_parameters(model)) | state | buffers
+    measured = min(allocated_peak_bytes(step) for _ in range(2)) + memory.resident_bytes
+    level = compilation.context.level
+    return Trained(
+        values,
+        memory,
+        measured,
+        standing_bytes=sum(
+            p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes  # type: ignore[operator]
+            for p in model.parameters()
+        )
+        if door == "loop"
+        else 0,
+        step_us=simulate(graph, compilation.context.costs, fuses=fuses).makespan_us,
+        level=level.number if level is not None else 0,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As ranks have. With more oneDNN's convolutions take some kilobytes for each, which nobody
+    simulates."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def least_budget(*arguments: Any, **settings: Any) -> int:
+    """What the error of a budget of one byte names."""
+    with pytest.raises(ConfigError, match="is the least that was found") as caught:
+        train(*arguments, 1, **settings)
+    (number,) = re.findall(r"\((\d+) bytes\) is the least", str(caught.value))
+    return int(number)
+
+
+def check(name: str, door: str, **settings: Any) -> list[str]:
+    """Job: train without a budget, and with the least and one between; what was wrong."""
+    wrong = []
+    free = train(name, door, "none", **settings)
+    least = least_budget(name, door, **settings)
+    if not least < free.peak_bytes:
+        wrong.append(f"the least is {least} of {free.peak_bytes}")
+    for budget in ((least + free.peak_bytes) // 2, least):
+        found = train(name, door, budget, **settings)
+        try:
+            assert_same(found.values, free.values, rtol=0)
+        except AssertionError as error:
+            wrong.append(f"{budget}: {error}")
+        if found.measured_bytes > budget + SLACK:
+            wrong.append(f"{budget}: {found.measured_bytes} bytes were measured")
+        if found.peak_bytes > budget:
+            wrong.append(f"{budget}: {found.peak_bytes} bytes were simulated")
+    return wrong
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_stay_and_memory_fits(name: str) -> None:
+    """One process, torch's own kernels, whole steps of several micro-batches."""
+    assert check(name, "step", micro_batches=4) == []
+
+
+@pytest.mark.parametrize(("name", "micro_batches"), [("gpt", 1), ("convnet", 4), ("recurrent", 4)])
+def test_the_ordinary_loop(name: str, micro_batches: int) -> None:
+    """Gradients of the micro-batches before are counted."""
+    assert check(name, "loop", micro_batches=micro_batches) == []
+
+
+@pytest.mark.parametrize(("name", "door"), [("gpt", "step"), ("unet", "loop")])
+def test_with_compiled_regions(name: str, door: str) -> None:
+    """What regions allocate is read from their code."""
+    assert check(name, door, regions="inductor") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "door", "zero"), [("gpt", "loop", 3), ("llama", "step", 3), ("unet", "step", 2)]
+)
+def test_on_two_ranks(ranks: Pools, name: str, door: str, zero: int) -> None:
+    """All ranks repeat alike, and gather again for it."""
+    for wrong in ranks(2).run(check, name, door, zero=zero, micro_batches=2):
+        assert wrong == []
+
+
+def test_twelve_budgets() -> None:
+    """From everything kept to the least: never above the budget, not far below where it binds, and
+    never faster for less."""
+    free = train("gpt", "step", "none")
+    least = least_budget("gpt", "step")
+    budgets = [least + (free.peak_bytes - least) * i // 11 for i in reversed(range(12))]
+    times = []
+    for budget in budgets:
+        found = train("gpt", "step", budget)
+        assert found.measured_bytes <= budget
+        if budget < free.peak_bytes:
+            assert found.measured_bytes >= 0.9 * budget
+        times.append(found.step_us)
+    assert times == sorted(times)
+    assert times[-1] > times[0]
