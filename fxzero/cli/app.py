@@ -150,6 +150,13 @@ def inspect(
             "`fxzero options` lists them."
         ),
     ] = "{}",
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory",
+            help="Show what is kept for backward, repeated and gathered, by layer, and the curve.",
+        ),
+    ] = False,
     diff: Annotated[
         str | None,
         typer.Option(help="Show what this pass changed, as a diff of the graph: shard_params."),
@@ -175,6 +182,8 @@ def inspect(
     fxzero inspect examples.models:gpt_nano --zero 3 --world-size 1024 --cluster dgx_h100
 
     fxzero inspect model.py:tiny --step --micro-batches 4 --diff accumulate
+
+    fxzero inspect model.py:tiny --step --memory --options '{"memory_budget": "400MiB"}'
     """
     console = Console()
     if not console.is_terminal:
@@ -213,7 +222,7 @@ def inspect(
             write_trace(trace, captured)
         if plan is not None:
             captured.plan(config).write(plan)
-        analysis = Analysis.of(captured)
+        analysis = Analysis.of(captured, memory=memory)
         if as_json:
             data = analysis.to_json()
             if diff is not None:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from fxzero.errors import ConfigError, nearest
 from fxzero.graph.pieces import Piece
-from fxzero.inspect import Analysis, Capture, ScheduleRow
+from fxzero.inspect import Analysis, Capture, MemoryReport, ScheduleRow
 
 
 def size(num_bytes: float) -> str:
@@ -40,6 +40,8 @@ def print_analysis(console: Console, analysis: Analysis) -> None:
     )
     for row in analysis.schedules:
         print_schedule(console, row)
+    for report in analysis.memory:
+        print_memory(console, report)
 
 
 def print_schedule(console: Console, row: ScheduleRow) -> None:
@@ -51,6 +53,32 @@ def print_schedule(console: Console, row: ScheduleRow) -> None:
         f"graph {row.graph}, simulated ({row.costs}): {row.makespan_us / 1e3:,.2f} ms, of which "
         f"{row.exposed_us / 1e3:,.2f} waiting for transfers; busy: {busy or 'nothing'}\n"
         f"  peak {size(row.peak_bytes)} at {row.peak_node}: {held}",
+        highlight=False,
+    )
+
+
+def print_memory(console: Console, report: MemoryReport) -> None:
+    """A row a layer, equal ones folded, and what is held over time."""
+    table = Table("layers", "kept", "repeated", "not kept", "repeating takes", "gathered")
+    for column in range(1, 6):
+        table.columns[column].justify = "right"
+    for row in report.rows:
+        count = len(row.layers)
+        name = row.layers[0] or "(root)"
+        table.add_row(
+            name if count == 1 else f"{name} … {row.layers[-1]} ({count})",
+            size(row.kept_bytes),
+            str(row.repeated),
+            size(row.repeated_bytes),
+            f"{row.repeated_us / 1e3:,.2f} ms",
+            size(row.gathered_bytes),
+        )
+    console.print(table)
+    level = "" if report.num_levels is None else f", level {report.level} of {report.num_levels}"
+    tight = ", transfers hold as little as they can" if report.tight else ""
+    console.print(
+        f"graph {report.graph}, memory_budget={report.budget}{level}{tight}; figures are for each "
+        f"layer\n|{report.curve_text()}| {size(max(report.curve, default=0))}",
         highlight=False,
     )
 

@@ -2,5 +2,15 @@
 
 from fxzero.inspect.analysis import Analysis, PassRow, ScheduleRow, TransferRow
 from fxzero.inspect.capture import Capture, capture
+from fxzero.inspect.memory import MemoryReport, MemoryRow
 
-__all__ = ["Analysis", "Capture", "PassRow", "ScheduleRow", "TransferRow", "capture"]
+__all__ = [
+    "Analysis",
+    "Capture",
+    "MemoryReport",
+    "MemoryRow",
+    "PassRow",
+    "ScheduleRow",
+    "TransferRow",
+    "capture",
+]

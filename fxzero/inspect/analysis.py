@@ -11,6 +11,7 @@ from fxzero.graph import Phase, StepGraph
 from fxzero.graph.steady import runs_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.inspect.capture import Capture
+from fxzero.inspect.memory import MemoryReport
 from fxzero.passes.lower_regions import RegionBackend
 from fxzero.schedule.simulate import simulate, simulate_memory
 
@@ -97,10 +98,17 @@ class Analysis:
     passes: tuple[PassRow, ...]
     transfers: tuple[TransferRow, ...]
     schedules: tuple[ScheduleRow, ...] = ()
+    memory: tuple[MemoryReport, ...] = ()
+    """Only where it was asked for."""
 
     @staticmethod
-    def of(capture: Capture) -> Analysis:
-        """Read a capture."""
+    def of(capture: Capture, *, memory: bool = False) -> Analysis:
+        """Read a capture.
+
+        Args:
+            memory: also what is kept, repeated and gathered, by layer.
+        """
+        reports = [MemoryReport.of(i, c) for i, c in enumerate(capture.compilations) if memory]
         passes, transfers = [], []
         rows = [ScheduleRow.of(i, c) for i, c in enumerate(capture.compilations)]
         for number, compilation in enumerate(capture.compilations):
@@ -114,6 +122,7 @@ class Analysis:
             passes=tuple(passes),
             transfers=tuple(transfers),
             schedules=tuple(row for row in rows if row is not None),
+            memory=tuple(report for report in reports if report is not None),
         )
 
     def elements(self, lane: str) -> int:
