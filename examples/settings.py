@@ -126,6 +126,8 @@ class Settings:
     data: DataSettings
     zero: int
     """ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
+    memory_budget: str
+    """The most memory that a rank's step may take at its peak; the compiler's setting."""
     optimizer: dict[str, Any]
     """`_target_` names a torch optimizer, other keys are its arguments."""
     precision: PrecisionSettings

@@ -31,10 +31,38 @@ FAULTS = (
         "dropout is repeated with other numbers",
         "passes/recompute.py",
         "if not is_cheap(current) or",
-        "repeated = current.target is operator.getitem or 'dropout' in str(current.target)\n"
+        "repeated = 'getitem' in str(current.target) or 'dropout' in str(current.target)\n"
         "        if not (is_cheap(current) or repeated) or",
         "verify: stage 3",
         "random node",
+    ),
+    Fault(
+        "a checkpoint does not keep what it hands to the next one",
+        "fxzero/schedule/forward_values.py",
+        "theirs is not None and theirs > mine:",
+        "theirs is not None and theirs > mine and False:",
+        "tests/passes/test_recompute.py::test_checkpoints_one_behind_the_other",
+    ),
+    Fault(
+        "parts of a list are repeated that is not",
+        "fxzero/schedule/forward_values.py",
+        "and not (is_part and not values[sources[0]].may_repeat)",
+        "",
+        "tests/passes/test_recompute.py::test_nothing_random_is_repeated_by_policy",
+    ),
+    Fault(
+        "every level is thought to fit a memory budget",
+        "fxzero/compiler/memory_budget.py",
+        "return trial.peak_bytes <= self._budget_bytes",
+        "return True",
+        "tests/compiler/test_memory_budget.py::test_the_first_level_that_fits",
+    ),
+    Fault(
+        "what crosses a fence is repeated too",
+        "fxzero/schedule/repetition.py",
+        "value.may_repeat and i not in crossing,",
+        "value.may_repeat,",
+        "tests/schedule/test_repetition.py::test_levels_keep_what_crosses_a_fence",
     ),
     Fault(
         "a changed buffer is read again by backward",
