@@ -139,6 +139,14 @@ class Settings:
         """Refuse what would be ignored."""
         if not 0 <= self.zero <= 3:
             raise SettingsError(f"zero={self.zero}: ZeRO has the stages 0, 1, 2 and 3")
+        if self.memory_budget != "none":
+            own = self.fxzero.get("memory_budget", "none")
+            if own not in ("none", self.memory_budget):
+                raise SettingsError(
+                    f"memory_budget={self.memory_budget} and fxzero.memory_budget={own} differ: "
+                    "they are one setting. Drop one of them."
+                )
+            self.fxzero = {**self.fxzero, "memory_budget": self.memory_budget}
         for group in ("model", "optimizer"):
             if not isinstance(getattr(self, group).get("_target_"), str):
                 raise SettingsError(f"{group}._target_ must name what makes it: {group}=NAME")

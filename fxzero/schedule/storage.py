@@ -122,7 +122,6 @@ def storages_of(graph: StepGraph, *, fuses: bool) -> Storages:
 class _Walk:
     def __init__(self, graph: StepGraph, fuses: bool) -> None:
         self.graph = graph
-        self.fuses = fuses
         nodes = [n for n in graph.graph.nodes if n.op in ("call_function", "get_attr")]
         is_cut = graph.loss is None
         self.found = Storages(_groups(nodes, is_cut) if fuses else [[node] for node in nodes])
@@ -148,8 +147,7 @@ class _Walk:
         for storage in self.found.every:
             # Kept for a backward that runs apart: `release_saved` ends it with its reader's run.
             if storage.gathered and storage.ended_by is None and storage.readers:
-                last = max(storage.readers)
-                storage.readers[end_of_run(last) if self.fuses else last] = None
+                storage.readers[end_of_run(max(storage.readers))] = None
         for source in self.graph.output.all_input_nodes:
             for storage in self.storage.get(source, ()):
                 storage.stays = True

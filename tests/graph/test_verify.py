@@ -18,6 +18,7 @@ from fxzero.graph.step_graph import sent_by
 from fxzero.graph.verify import check_updates, verify
 from fxzero.passes import Bucket, Fact
 from fxzero.runtime.account import collectives_digest
+from fxzero.runtime.random import dropout_mask
 from fxzero.transfer import Transfer
 from tests.passes.test_recompute import with_dropout
 from tests.stepping import EAGER, chain_of, step_graph
@@ -76,7 +77,7 @@ def test_a_node_before_its_input(graph: StepGraph) -> None:
 
 def test_a_random_node_run_twice() -> None:
     graph = scheduled(with_dropout, "prefetch", zero=3)
-    (node,) = find(graph, _aten.native_dropout.default)
+    (node,) = find(graph, dropout_mask)
     with graph.graph.inserting_after(node):
         again = graph.graph.node_copy(node)
     set_stamp(again, Stamp(Phase.BACKWARD, again=node.name))

@@ -257,9 +257,11 @@ def train(
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As ranks have. With more oneDNN's convolutions take some kilobytes for each, which nobody
-    simulates."""
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As ranks have: with more oneDNN's convolutions take some kilobytes for each, which nobody
+    simulates. Graphs are verified once for each level that is tried.
+    """
+    monkeypatch.setenv("FXZERO_VERIFY", "ends")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -312,9 +314,7 @@ def test_with_compiled_regions(name: str, door: str) -> None:
     assert check(name, door, regions="inductor") == []
 
 
-@pytest.mark.parametrize(
-    ("name", "door", "zero"), [("gpt", "loop", 3), ("llama", "step", 3), ("unet", "step", 2)]
-)
+@pytest.mark.parametrize(("name", "door", "zero"), [("gpt", "loop", 3), ("unet", "step", 2)])
 def test_on_two_ranks(ranks: Pools, name: str, door: str, zero: int) -> None:
     """All ranks repeat alike, and gather again for it."""
     for wrong in ranks(2).run(check, name, door, zero=zero, micro_batches=2):
