@@ -65,13 +65,13 @@ def flops_of(node: fx.Node) -> float:
     packet = getattr(node.target, "overloadpacket", None)
     if packet in _ON_CPU:
         tensors = [node.args[i].meta["val"] for i in range(_ON_CPU[packet])]  # type: ignore[union-attr]
-        return attention_flops(*(_hinted(tensor).shape for tensor in tensors))
+        return attention_flops(*(hinted_value(tensor).shape for tensor in tensors))
     formula = flop_registry.get(packet) if packet is not None else None
     if formula is None:
         return 0.0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _hinted(n.meta["val"]))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: hinted_value(n.meta["val"]))
     try:
-        return float(formula(*args, **kwargs, out_val=_hinted(node.meta["val"])))
+        return float(formula(*args, **kwargs, out_val=hinted_value(node.meta["val"])))
     except (TypeError, AttributeError):  # arguments the formula does not take
         return 0.0
 
@@ -90,10 +90,10 @@ def attention_flops(*shapes: torch.Size) -> float:
     return float(sdpa_flop_count(*shapes))
 
 
-def _hinted(value: Any) -> Any:
+def hinted_value(value: Any) -> Any:
     """A value of sizes that are numbers: a formula computes with them, and compares them."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_hinted(part) for part in value)
+        return type(value)(hinted_value(part) for part in value)
     if isinstance(value, torch.Tensor):
         return hinted(value)
     return hint(value) if isinstance(value, torch.SymInt) else value

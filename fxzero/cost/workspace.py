@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fxzero._compat import OpOverload, held_bytes
-from fxzero.cost.analytic import flops_of
+from fxzero.cost.analytic import flops_of, hinted_value
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import tensor_bytes
 from fxzero.graph.pieces import Piece
@@ -42,7 +42,7 @@ def workspace_bytes(node: fx.Node) -> int:
     formula = _formulas.get(getattr(node.target, "overloadpacket", None)) if _formulas else None
     if formula is None:
         return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: hinted_value(n.meta["val"]))
     return formula(*args, **kwargs)
 
 
@@ -113,7 +113,7 @@ def one_more(x: Tensor, *_: Any, **__: Any) -> int:
 @register_workspace_formula(_aten._safe_softmax)
 def safe_softmax_workspace(x: Tensor, *_: Any, **__: Any) -> int:
     """Which elements are -inf, a byte for each."""
-    return tensor_bytes(x) // x.element_size()
+    return tensor_bytes(x) // x.element_size() if x.device.type == "cpu" else 0
 
 
 @register_workspace_formula(_aten._scaled_dot_product_flash_attention_for_cpu)

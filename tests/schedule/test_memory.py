@@ -121,3 +121,30 @@ def test_views_own_nothing() -> None:
     names = [item.name for item in memory.alive]
     assert len(names) == len(set(names))
     assert not set(names) & {node.name for node in graph.nodes() if is_view(node)}
+
+
+def test_a_formula_of_an_operator_makes_no_size_a_constant() -> None:
+    """Lengths on all sides of the blocks that attention works on: the second graph is for any."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+            self.conv = nn.Conv1d(32, 32, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            y = nn.functional.scaled_dot_product_attention(y, y, y)
+            return self.conv(y.flatten(0, 1).transpose(1, 2)).square().mean()
+
+    torch._dynamo.reset()
+    found: list[Compilation] = []
+    observers.append(found.append)
+    options = {"lower_regions": {"backend": "eager"}}
+    compiled = torch.compile(fxzero.shard(Attends(), zero=0), backend="fxzero", options=options)
+    try:
+        for length in (40, 56, 200, 800):
+            compiled(torch.randn(2, 2, length, 32)).backward()
+    finally:
+        observers.remove(found.append)
+    assert len(found) == 2
