@@ -238,6 +238,7 @@ class Compilation:
         trial = search.take(*agreed)
         # Of all ranks the first one's peak is within the budget; this one's may be a row above.
         self.budget_bytes = max(budget_bytes, trial.memory.peak_bytes)
+        self.context.level = Level(trial.level, trial.tight, found)  # others were tried behind it
         graph.become(trial.step.graph)
         self.records[:] = trial.step.records
         self.context.decisions = trial.step.decisions

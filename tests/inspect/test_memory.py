@@ -56,6 +56,8 @@ def test_what_a_budget_does() -> None:
     assert least.num_levels is not None
     assert 0 < least.level < least.num_levels
     assert max(least.curve) <= max(free.curve) * 0.8
+    again = report(f"{max(least.curve)}")
+    assert (again.level, again.rows) == (least.level, least.rows)  # not that of the last try
 
     def kept(found: MemoryReport) -> int:
         return sum(row.kept_bytes * len(row.layers) for row in found.rows)
