@@ -21,11 +21,10 @@ import torch
 import torch.nn.functional as F
 import typer
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # examples is not installed
 
-from examples.benchmarks.measure import timed_s
+from examples.benchmarks.measure import allocated_peak_bytes, timed_s
 from examples.benchmarks.options import Device
 from examples.benchmarks.report import machine, table, write_json
 
@@ -60,15 +59,7 @@ def peak_bytes(device: str, call: Callable[[], Any]) -> int:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        call()
-    assert profiler.profiler is not None
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+    return allocated_peak_bytes(call)
 
 
 def contender(name: str, head: Head, hidden: Tensor, target: Tensor, compiled: Any) -> Contender:
