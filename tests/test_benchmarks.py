@@ -160,7 +160,7 @@ def test_the_hosts_part_is_measured_through_both_doors(tmp_path: Path) -> None:
     out = tmp_path / "overhead.json"
     command = [sys.executable, "examples/benchmarks/overhead.py", "--json", str(out)]
     ended = subprocess.run(
-        [*command, "--layers", "1", "--steps", "1"], cwd=ROOT, capture_output=True, text=True
+        [*command, "--layers", "1", "--steps", "5"], cwd=ROOT, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr
     found = json.loads(out.read_text())
