@@ -22,7 +22,7 @@ from torch import fx
 from fxzero.graph import Phase, Role, Stamp, StepGraph
 from fxzero.graph.aliases import root, view_base
 from fxzero.graph.operators import num_bytes
-from fxzero.graph.stamps import stamp_of
+from fxzero.graph.stamps import has_stamp, stamp_of
 from fxzero.passes.base import Context, Door, Fact, Notes, Pass
 from fxzero.regions.cutout import end_of_run
 
@@ -56,7 +56,8 @@ def private_saved(
 
 
 def last_reader(node: fx.Node) -> fx.Node | None:
-    """The last node that reads this one's memory; None if that leaves the graph."""
+    """The last node that reads this one's memory; None if that leaves the graph. A transfer reads
+    what it sends until it is waited for."""
     owner = root(node)
     seen = [node]
     last: fx.Node | None = None
@@ -64,10 +65,20 @@ def last_reader(node: fx.Node) -> fx.Node | None:
         for user in current.users:
             if user.op == "output":
                 return None
-            last = user if last is None or last < user else last
+            reader = _wait_of(user) if is_launch(user) else user
+            last = reader if last is None or last < reader else last
             if user not in seen and root(user) is owner:  # parts of a split too
                 seen.append(user)
     return last
+
+
+def is_launch(node: fx.Node) -> bool:
+    """Whether a node starts a transfer."""
+    return has_stamp(node) and stamp_of(node).role is Role.LAUNCH
+
+
+def _wait_of(launch: fx.Node) -> fx.Node:
+    return next(user for user in launch.users if stamp_of(user).role is Role.WAIT)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ holds a chunk too. Whoever defines such an operator registers a formula, as
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxzero._compat import OpOverload, held_bytes
+from fxzero._compat import OpOverload, held_bytes, hint
 from fxzero.cost.analytic import flops_of, hinted_value
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import tensor_bytes
@@ -41,10 +42,29 @@ def workspace_bytes(node: fx.Node) -> int:
     """Bytes that a node's operator holds while it runs, its arguments and results aside."""
     formula = _formulas.get(getattr(node.target, "overloadpacket", None)) if _formulas else None
     if formula is None:
-        return 0
+        return promoted_bytes(node)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: hinted_value(n.meta["val"]))
     return formula(*args, **kwargs)
 
+
+def promoted_bytes(node: fx.Node) -> int:
+    """What a pointwise operator on CPU copies because its arguments are of several dtypes: each
+    that is not of the one in which it computes."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.pointwise not in node.target.tags:
+        return 0
+    skips = node.target.overloadpacket.__name__ in _WITH_MASK
+    values = [n.meta.get("val") for n in node.all_input_nodes]
+    tensors = [v for v in values if isinstance(v, Tensor) and v.dim()]
+    if skips:
+        tensors = [tensor for tensor in tensors if tensor.dtype is not torch.bool]
+    if len(tensors) < 2 or tensors[0].device.type != "cpu":
+        return 0
+    common = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    return sum(hint(t.numel()) * common.itemsize for t in tensors if t.dtype != common)
+
+
+_WITH_MASK = ("where", "masked_fill")
+"""Operators whose mask chooses, and is not computed with."""
 
 _aten = torch.ops.aten
 
@@ -161,6 +181,31 @@ def _blocked(x: Tensor) -> int:
 
 
 _REDUCTIONS = {"sum", "mean", "amax", "amin", "var_mean", "var", "prod", "argmax", "any", "all"}
+
+
+def rounds_by_place(node: fx.Node) -> bool:
+    """Whether a compiled region rounds some elements otherwise than another one might.
+
+    On CPU Inductor computes a row's last elements, that fill no vector, by the scalar functions of
+    the C library, unless it makes one row of all: the last bit of an exponential differs.
+    """
+    value = node.meta.get("val")
+    if not isinstance(node.target, OpOverload) or not isinstance(value, torch.Tensor):
+        return False
+    if value.device.type != "cpu" or value.dim() == 0 or not value.dtype.is_floating_point:
+        return False
+    is_exact = node.target.overloadpacket.__name__ in _EXACT
+    is_pointwise = torch.Tag.pointwise in node.target.tags
+    return is_pointwise and not is_exact and hint(value.shape[-1]) % VECTOR != 0
+
+
+VECTOR = 16
+"""Most elements of a CPU's vector register: AVX-512's of fp32."""
+_EXACT = frozenset(
+    "abs add sub mul div neg sign relu clamp clamp_min clamp_max maximum minimum where sqrt floor "
+    "ceil round trunc convert_element_type _to_copy clone masked_fill fill copy".split()
+)
+"""Pointwise operators that are rounded correctly, or not at all."""
 
 
 def is_reduction(node: fx.Node) -> bool:

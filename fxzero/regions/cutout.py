@@ -93,13 +93,11 @@ def same_region(node: fx.Node, other: fx.Node) -> bool:
 
 
 def end_of_run(node: fx.Node) -> fx.Node:
-    """The last node of the run of compute that holds `node`, so that no region is split."""
-    layer = stamp_of(node).layer
-    while (
-        node.next.op == "call_function"
-        and stamp_of(node.next).role is Role.COMPUTE
-        and stamp_of(node.next).layer == layer
-    ):
+    """The last node of the run of compute that holds `node`, so that no region is split; itself if
+    it is of none."""
+    if not is_lowerable(node):
+        return node
+    while is_lowerable(node.next) and same_region(node, node.next):
         node = node.next
     return node
 

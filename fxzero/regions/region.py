@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from fxzero._compat import fresh_tracing_context, inductor_compile, is_fake
 from fxzero.graph.aliases import view_base
+from fxzero.graph.operators import tensor_bytes
 from fxzero.graph.structure import StructureKey
 
 log = logging.getLogger("fxzero")
@@ -39,6 +40,8 @@ class Structure:
     """Per output, who owns its memory: an input ``-1 - i``, or a number of its own."""
     values: tuple[Any, ...] = ()
     """Fake outputs, for a call on fake tensors."""
+    root_bytes: tuple[int, ...] = ()
+    """Per output, what its owner takes: more than the output, if that is a view of a part."""
     keep: Any = None
     """What the key's identities belong to, so that they stay unique."""
     copied: frozenset[int] | None = None
@@ -156,16 +159,18 @@ def take_casts_apart(graph: fx.Graph) -> None:
 def _structure(
     module: fx.GraphModule, key: StructureKey, fake_mode: Any, compiles: bool
 ) -> Structure:
-    roots = output_roots(module.graph)
+    roots, root_bytes = output_roots(module.graph)
     values = tuple(n.meta["val"] for n in next(iter(reversed(module.graph.nodes))).args[0])
     keep = None if key.environment is None else fake_mode.shape_env
     if not compiles:
-        return Structure(lambda _: [_empty_like(v) for v in values], roots, values, keep=keep)
+        return Structure(
+            lambda _: [_empty_like(v) for v in values], roots, values, root_bytes, keep
+        )
     take_casts_apart(module.graph)
     module.recompile()
     inputs = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
     with fresh_tracing_context(fake_mode):
-        return Structure(inductor_compile(module, inputs), roots, values, keep=keep)
+        return Structure(inductor_compile(module, inputs), roots, values, root_bytes, keep)
 
 
 SECONDS_BETWEEN_WORDS = 5.0
@@ -184,9 +189,10 @@ def regions_to_look_at() -> Iterator[None]:
         CACHE.structures, CACHE.compiles = before
 
 
-def output_roots(graph: fx.Graph) -> tuple[int, ...]:
-    """Per output, the owner of its memory: see `Structure.roots`."""
+def output_roots(graph: fx.Graph) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Per output, the owner of its memory, and what that takes: see `Structure`."""
     roots: dict[fx.Node, int] = {}
+    num_bytes: dict[int, int] = {}
     num_inputs = 0
     for position, node in enumerate(graph.nodes):
         base = view_base(node)
@@ -197,6 +203,11 @@ def output_roots(graph: fx.Graph) -> tuple[int, ...]:
             roots[node] = roots[base]
         else:
             roots[node] = position
+            num_bytes[position] = tensor_bytes(node.meta.get("val"))
     outputs = next(iter(reversed(graph.nodes))).args[0]
     assert isinstance(outputs, (list, tuple))
-    return tuple(roots[n] for n in outputs if isinstance(n, fx.Node))
+    nodes = [n for n in outputs if isinstance(n, fx.Node)]
+    return (
+        tuple(roots[n] for n in nodes),
+        tuple(max(tensor_bytes(n.meta["val"]), num_bytes.get(roots[n], 0)) for n in nodes),
+    )

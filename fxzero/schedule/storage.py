@@ -229,10 +229,16 @@ class _Walk:
         outputs = [n for n in group if any(user not in inside for user in n.users)]
         before = len(self.found.every)
 
+        of_owner: dict[fx.Node, Storage] = {}
+
         def make(node: fx.Node) -> None:
-            self.storage[node] = [
-                self._make(node, num_bytes(node), self._kind_of(node), begin=first)
-            ]
+            owner = node
+            while is_view(owner) and owner.all_input_nodes[0] in inside:
+                owner = owner.all_input_nodes[0]
+            if owner not in of_owner:  # several views of one value look at one memory
+                amount = max(num_bytes(owner), num_bytes(node))
+                of_owner[owner] = self._make(node, amount, self._kind_of(node), begin=first)
+            self.storage[node] = [of_owner[owner]]
 
         for node in group:
             if node.target is operator.getitem and node.all_input_nodes[0] in inside:
@@ -269,8 +275,10 @@ class _Walk:
             if root not in by_root:
                 part = parts.get(position)
                 kind = self._kind_of(part) if part is not None else Kind.WORKSPACE
-                by_root[root] = [self._make(part or node, tensor_bytes(value), kind, begin=node)]
-                made += tensor_bytes(value)
+                sizes = region.structure.root_bytes
+                amount = sizes[position] if sizes else tensor_bytes(value)
+                by_root[root] = [self._make(part or node, amount, kind, begin=node)]
+                made += amount
             storages.append(by_root[root])
         self.parts[node] = storages
         self.storage[node] = [s for group in by_root.values() for s in group]
@@ -318,6 +326,8 @@ class _Walk:
             made = self.storage[node] = [self._new(node, tensor_bytes(v), kind) for v in values]
             for storage, key in zip(made, stamp_of(node).params if gathers else (), strict=False):
                 storage.gathered = self.graph.specs[key].zero == 3
+            for storage in made if gathers and stamp_of(node).again else ():
+                storage.gathered = True
 
     def _wait(self, node: fx.Node) -> None:
         (launch, *_) = node.all_input_nodes
