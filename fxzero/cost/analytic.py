@@ -28,7 +28,7 @@ from fxzero._compat import hint, hinted
 from fxzero.cost.cluster import ClusterSpec
 from fxzero.cost.model import TransferCost
 from fxzero.graph.aliases import is_view
-from fxzero.graph.operators import num_bytes, tensor_bytes
+from fxzero.graph.operators import draws_numbers, num_bytes, tensor_bytes
 from fxzero.graph.pieces import Piece, Pieces, is_call
 from fxzero.graph.stamps import Role, stamp_of
 from fxzero.regions.cutout import cut_out, runs
@@ -51,12 +51,15 @@ class Work:
     streamed_bytes: float
     """What all other operators read and write, fused."""
     num_kernels: int
+    num_random: int = 0
+    """Random numbers."""
 
     def __add__(self, other: Work) -> Work:
         return Work(
             self.products + other.products,
             self.streamed_bytes + other.streamed_bytes,
             self.num_kernels + other.num_kernels,
+            self.num_random + other.num_random,
         )
 
 
@@ -116,7 +119,7 @@ def work_of(nodes: Sequence[fx.Node]) -> Work:
     inside = set(nodes)
     products: list[tuple[float, float, str]] = []
     streamed = 0.0
-    kernels = 0
+    kernels = num_random = 0
     chain_of: dict[fx.Node, bool] = {}
     for node in nodes:
         if node.op != "call_function" or is_view(node) or node.target is operator.getitem:
@@ -125,6 +128,7 @@ def work_of(nodes: Sequence[fx.Node]) -> Work:
             products += known.products
             streamed += known.streamed_bytes
             kernels += known.num_kernels
+            num_random += known.num_random
             continue
         flops = flops_of(node)
         written = value_bytes(node)
@@ -137,6 +141,8 @@ def work_of(nodes: Sequence[fx.Node]) -> Work:
             streamed += _update_bytes(node)
             kernels += 1
             continue
+        if draws_numbers(node):
+            num_random += _numbers_in(node)
         chain_of[node] = True
         read = 0
         new = True
@@ -150,7 +156,14 @@ def work_of(nodes: Sequence[fx.Node]) -> Work:
         leaves = any(not chain_of.get(user, _streams(user, inside)) for user in node.users)
         streamed += read + (written if leaves else 0)
         kernels += new
-    return Work(tuple(products), streamed, kernels + len(products))
+    return Work(tuple(products), streamed, kernels + len(products), num_random)
+
+
+def _numbers_in(node: fx.Node) -> int:
+    """Elements of a node's tensor, of the first one if there are several."""
+    value = node.meta.get("val")
+    first = value[0] if isinstance(value, (list, tuple)) else value
+    return hint(first.numel()) if isinstance(first, torch.Tensor) else 0
 
 
 def work_of_piece(piece: Piece) -> Work:
@@ -222,6 +235,8 @@ class AnalyticCosts:
             peak = device.peak_flops.get(dtype, device.peak_flops["fp32"])
             reached = peak * device.flops_efficiency * flops / (flops + device.half_peak_flops)
             seconds += max(flops / reached, moved / bandwidth)
+        if device.random_per_s:
+            seconds += work.num_random / device.random_per_s
         return seconds * 1e6 + work.num_kernels * device.launch_us
 
     def transfer(self, transfer: Transfer) -> TransferCost:

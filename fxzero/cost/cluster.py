@@ -37,6 +37,9 @@ class DeviceSpec:
     """Share of the bandwidth that large streaming operators reach."""
     launch_us: float = 0.0
     """Of one operator or fused kernel."""
+    random_per_s: float = 0.0
+    """Random numbers that it draws in a second, where it draws one after the other; 0 where
+    drawing is as fast as writing."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class ClusterSpec:
         not_negative = {
             "device.half_peak_flops": device.half_peak_flops,
             "device.launch_us": device.launch_us,
+            "device.random_per_s": device.random_per_s,
             **{
                 f"{link}.{field}": getattr(getattr(self, link), field)
                 for link in ("intra", "inter")
