@@ -39,6 +39,7 @@ from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.passes.shard_params import derived, first_use, is_needed_again, read_in, shard_source
 from fxzero.regions.cutout import move_parts_together, piece_name, runs
 from fxzero.schedule.inventory import nodes_of
+from fxzero.schedule.parts import is_own_part
 
 LEAST_NODES = 3
 """Shorter runs are no shorter as a call."""
@@ -87,6 +88,24 @@ def move_markers(graph: StepGraph) -> Collection[fx.Node]:
         for node in late:
             graph.output.prepend(node)
     return late.keys()
+
+
+def move_parts_behind(graph: StepGraph) -> None:
+    """Cut parts of values (`recompute`) behind the runs that make them, which they would split."""
+    cuts = [node for node in graph.nodes(phase=Phase.FORWARD) if is_own_part(node)]
+    for node in cuts:
+        graph.output.prepend(node)
+    for node in cuts:
+        last = node.all_input_nodes[0]
+        stamp = stamp_of(node)
+        while (
+            last.next.op == "call_function"
+            and stamp_of(last.next).role is Role.COMPUTE
+            and (stamp_of(last.next).layer, stamp_of(last.next).segment)
+            == (stamp.layer, stamp.segment)
+        ):
+            last = last.next
+        last.append(node)
 
 
 def split_at_buckets(graph: StepGraph) -> int:
@@ -154,6 +173,7 @@ class Outline(Pass):
         read_again(graph)
         late = move_markers(graph)
         move_parts_together(graph)
+        move_parts_behind(graph)
         before = len(graph.graph.nodes)
         # A run may go on from forward into backward: the last layer's. A call is of one of them.
         for (_, is_late), nodes in groupby(

@@ -5,30 +5,46 @@
 
 What `torch.utils.checkpoint` asked for is repeated, and what a few cheap operators (views, casts,
 element-wise) compute from values that backward reads anyway. Under a memory budget more is, up to
-a level of `fxzero.schedule.repetition`; `policy`, `save` and `repeat` choose by hand. Random
-operators are never repeated: their results are saved. Nor is what reads an input that the forward
-changes, nor a collective.
+a level of `fxzero.schedule.repetition_levels`; `policy`, `save`, `repeat` and `partition` choose by
+hand. What several ranks have may be kept in parts (ZeRO-R's P_a, Rajbhandari et al. 2020, section
+6.1), and is gathered again:
+
+    forward: y = mm(x, w)                   forward: y = mm(x, w); part = own_part(y, 8, "0")
+    backward: dw = mm(t(y), g)          →   backward: y' = all_gather(part); dw = mm(t(y'), g)
+
+Results of random operators are saved, or drawn again from the state that their generator had
+(`fxzero.runtime.random`). What reads an input that the forward changes is not repeated, nor is a
+collective.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 from torch import fx
 
-from fxzero._compat import OpOverload, checkpoint_tag, copy_node
+from fxzero._compat import OpOverload, checkpoint_tag
 from fxzero.errors import ConfigError
 from fxzero.graph import Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.modules import module_path
-from fxzero.graph.operators import is_cheap, num_bytes
-from fxzero.graph.stamps import set_stamp, stamp_of
+from fxzero.graph.operators import is_cheap, is_random, num_bytes
+from fxzero.graph.same_on_ranks import same_on_ranks
+from fxzero.graph.stamps import stamp_of
 from fxzero.passes.base import Context, Fact, Notes
-from fxzero.passes.decision import DecidingPass, Decision
+from fxzero.passes.decision import DecidingPass
+from fxzero.passes.repeat_values import (
+    Partitioned,
+    Repeated,
+    Repetitions,
+    cut_parts,
+    keep_states,
+    repeat_in_backward,
+)
 from fxzero.passes.stamp import sink_backward
 from fxzero.schedule.forward_values import (
     ForwardValues,
@@ -37,7 +53,8 @@ from fxzero.schedule.forward_values import (
     reads_what_changes,
     repeat_us,
 )
-from fxzero.schedule.repetition import closure, crossers, levels
+from fxzero.schedule.repetition import Value, closure
+from fxzero.schedule.repetition_levels import crossers, levels
 from fxzero.settings import at_least
 
 
@@ -91,55 +108,6 @@ def cheap_expression(
     return sorted(found)
 
 
-def repeat_in_backward(
-    graph: StepGraph, nodes: list[fx.Node], made: dict[fx.Node, fx.Node], before: fx.Node
-) -> fx.Node:
-    """Copy forward nodes into backward and let backward read the copies.
-
-    Args:
-        before: backward's first node. Copies go in front of it.
-
-    Returns:
-        What backward's first node is now.
-    """
-    new = [node for node in nodes if node not in made]
-    for node in new:
-        with graph.graph.inserting_before(before):
-            copy = copy_node(graph.graph, node, lambda n: made.get(n, n))
-        stamp = stamp_of(node)
-        set_stamp(copy, stamp.but(phase=Phase.BACKWARD, made_by="recompute", again=node.name))
-        made[node] = copy
-    for node in nodes:
-        for user in list(node.users):
-            if stamp_of(user).phase is Phase.BACKWARD and user is not made[node]:
-                user.replace_input_with(node, made[node])
-    return made[new[0]] if new else before
-
-
-@dataclass(frozen=True)
-class Repeated:
-    """One value that backward computes again."""
-
-    value: str
-    """The forward node."""
-    nodes: tuple[str, ...]
-    """What is repeated for it, in order, itself included."""
-    saved_bytes: int
-    """What need not be kept; 0 of a view."""
-    asked: bool
-    """Whether `torch.utils.checkpoint` asked for it."""
-    layer: str
-    us: float
-    """What repeating takes, by the cost model, operator by operator."""
-
-
-@dataclass(frozen=True)
-class Repetitions(Decision):
-    """What backward repeats, later values first."""
-
-    values: tuple[Repeated, ...]
-
-
 @dataclass(frozen=True)
 class Recompute(DecidingPass[Repetitions]):
     """Trade saved activations for cheap repeated compute."""
@@ -157,11 +125,15 @@ class Recompute(DecidingPass[Repetitions]):
     no more than that. ``full``: every block between its input and its output, as with
     `torch.utils.checkpoint` on each."""
     save: tuple[str, ...] = ()
-    """Never repeated: modules, as patterns of their names (``h.*.attn``, what is in them too), and
+    """Kept as it is: modules, as patterns of their names (``h.*.attn``, what is in them too), and
     operators (``aten.mm``, ``mm``)."""
     repeat: tuple[str, ...] = ()
     """Repeated whatever it costs, as far as it may be: modules and operators alike. `save` goes
     first."""
+    partition: tuple[str, ...] = ()
+    """Kept as this rank's part and gathered again in backward, where other ranks have the same:
+    modules and operators alike. `save` and `repeat` go first. Under a `memory_budget` such values
+    are found without being named."""
 
     def __post_init__(self) -> None:
         """A number of operators is none, or some."""
@@ -172,31 +144,49 @@ class Recompute(DecidingPass[Repetitions]):
         """What is cheap, and what the policy, the lists and the level of a budget add."""
         cheap = self._cheap(graph, ctx)
         by_level = ctx.level is not None and self.policy is Policy.AUTO
-        if not (self.save or self.repeat or by_level or self.policy is Policy.FULL):
+        lists = self.save or self.repeat or self.partition
+        if not (lists or by_level or self.policy is Policy.FULL):
             return cheap
-        found = forward_values(
+        found = self._values(graph, ctx)
+        self._check_names(found.nodes)
+        names = {name for value in cheap.values for name in value.nodes}
+        base = {i for i, node in enumerate(found.nodes) if node.name in names}
+        repeated = set(base)
+        in_parts: set[int] = set()
+        if self.policy is Policy.FULL:
+            repeated |= _blocks(found)
+        elif by_level:
+            assert ctx.level is not None
+            found = replace(found, values=_with_parts(found, ctx.level.parts))
+            if ctx.level.levels is None:
+                ctx.level.levels = levels(found.values, base)
+            at = ctx.level.levels.at(ctx.level.number)
+            if not (ctx.level.number or lists or at.in_parts):
+                return cheap
+            repeated |= at.repeated
+            in_parts |= at.in_parts
+        repeated |= {i for i, node in enumerate(found.nodes) if _is_named(node, self.repeat)}
+        in_parts |= {i for i, node in enumerate(found.nodes) if _is_named(node, self.partition)}
+        return _repetitions(found, repeated, in_parts)
+
+    def _values(self, graph: StepGraph, ctx: Context) -> ForwardValues:
+        return forward_values(
             graph,
             ctx.costs,
             fuses=ctx.fuses,
             stays=lambda node: _is_named(node, self.save),
+            draws_again=not ctx.replays,
         )
-        self._check_names(found.nodes)
-        names = {name for value in cheap.values for name in value.nodes}
-        base = {i for i, node in enumerate(found.nodes) if node.name in names}
-        chosen = set(base)
-        values = found.values
-        if self.policy is Policy.FULL:
-            chosen |= _blocks(found)
-        elif by_level:
-            assert ctx.level is not None
-            if ctx.level.levels is None:
-                ctx.level.levels = levels(values, base)
-            if ctx.level.number:
-                chosen |= ctx.level.levels.at(ctx.level.number)
-            elif not (self.save or self.repeat):
-                return cheap
-        chosen |= {i for i, node in enumerate(found.nodes) if _is_named(node, self.repeat)}
-        return _repetitions(found, chosen)
+
+    def question(self, graph: StepGraph, ctx: Context) -> str:
+        """Ranks that may keep values in parts decide alike: what they gather is collectives."""
+        if not (self.partition or ctx.level is not None):
+            return ""
+        names = [node.name for node, alongs in same_on_ranks(graph).items() if alongs]
+        if not names:
+            return ""
+        level = "" if ctx.level is None else f"{ctx.level.number} {ctx.level.parts}"
+        return " ".join([level, *names])
 
     def _cheap(self, graph: StepGraph, ctx: Context) -> Repetitions:
         """Go through what is saved, from the end, as if each choice were applied at once."""
@@ -242,7 +232,7 @@ class Recompute(DecidingPass[Repetitions]):
         Raises:
             ConfigError: one is not.
         """
-        for what in ("save", "repeat"):
+        for what in ("save", "repeat", "partition"):
             for name in getattr(self, what):
                 if not any(_is_named(node, (name,)) for node in nodes):
                     raise ConfigError(
@@ -255,11 +245,14 @@ class Recompute(DecidingPass[Repetitions]):
         """Copy what is repeated into backward.
 
         Raises:
-            ConfigError: the decision names what is no forward node.
+            ConfigError: the decision names what is no forward node, or ranks that do not have it.
+            CaptureError: what this rank would cut is not what the others have.
         """
-        nodes = {n.name: n for n in graph.nodes(phase=Phase.FORWARD, role=Role.COMPUTE)}
+        nodes = {n.name: n for n in graph.nodes(phase=Phase.FORWARD)}
         made: dict[fx.Node, fx.Node] = {}
         first = next(graph.nodes(phase=Phase.BACKWARD), graph.output)
+        cut_parts(graph, decision.parts, nodes, made, before=first)
+        states = keep_states(graph, decision.values, nodes)
         for value in decision.values:
             for name in value.nodes:
                 if name not in nodes:
@@ -270,14 +263,19 @@ class Recompute(DecidingPass[Repetitions]):
                     "which is not among them: a value is the last of its nodes"
                 )
             first = repeat_in_backward(
-                graph, [nodes[name] for name in value.nodes], made, before=first
+                graph, [nodes[name] for name in value.nodes], made, before=first, states=states
             )
         if made:
             sink_backward(graph)
+        parts = {"in_parts": len(decision.parts)} if decision.parts else {}
+        drawn = {"drawn_again": len(states)} if states else {}
         return Notes(
-            repeated=len(made),
+            repeated=len(made) - len(decision.parts),
             for_checkpoint=sum(value.asked for value in decision.values),
-            unsaved_bytes=sum(value.saved_bytes for value in decision.values),
+            unsaved_bytes=sum(value.saved_bytes for value in decision.values)
+            + sum(part.saved_bytes for part in decision.parts),
+            **parts,
+            **drawn,
         )
 
 
@@ -298,6 +296,8 @@ def _is_named(node: fx.Node, names: Collection[str]) -> bool:
     if isinstance(node.target, OpOverload):
         packet = node.target.overloadpacket
         words += [str(node.target), str(packet), packet.__name__]
+    elif callable(node.target):
+        words.append(getattr(node.target, "__name__", ""))
     return any(fnmatchcase(word, name) for name in names for word in words)
 
 
@@ -309,13 +309,43 @@ def _blocks(found: ForwardValues) -> set[int]:
     return {
         i
         for i, layer in enumerate(layers)
-        if i not in crossing and any(part.isdigit() for part in layer.split("."))
+        if i not in crossing
+        and any(part.isdigit() for part in layer.split("."))
+        and not is_random(found.nodes[i])  # its numbers are kept: they cost more than their bytes
     }
 
 
-def _repetitions(found: ForwardValues, chosen: Collection[int]) -> Repetitions:
+def _with_parts(
+    found: ForwardValues, parts: Collection[tuple[str, str]] | None
+) -> tuple[Value, ...]:
+    """Values of which those of some names are kept in parts whatever it costs, and no others; as
+    they are if nothing was said of it."""
+    if parts is None:
+        return found.values
+    named = {name for name, _ in parts}
+    return tuple(
+        replace(value, is_needed=True, may_keep=False, may_repeat=False)
+        if node.name in named and node in found.along
+        else replace(value, part_us=None)
+        for node, value in zip(found.nodes, found.values, strict=True)
+    )
+
+
+def _repetitions(
+    found: ForwardValues, chosen: Collection[int], in_parts: Collection[int]
+) -> Repetitions:
     """What backward repeats if it may repeat these, one node at a time, later ones first."""
-    result = closure(found.values, chosen)
+    result = closure(found.values, chosen, in_parts)
+    parts = tuple(
+        Partitioned(
+            found.nodes[i].name,
+            found.along[found.nodes[i]].name,
+            found.values[i].num_bytes - found.values[i].part_bytes,
+            stamp_of(found.nodes[i]).layer,
+            round(found.values[i].part_us or 0, 1),
+        )
+        for i in sorted(result.in_parts)
+    )
     return Repetitions(
         tuple(
             Repeated(
@@ -328,5 +358,6 @@ def _repetitions(found: ForwardValues, chosen: Collection[int]) -> Repetitions:
             )
             for i in reversed(result.repeated)
             if stamp_of(found.nodes[i]).role is Role.COMPUTE
-        )
+        ),
+        parts,
     )

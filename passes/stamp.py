@@ -71,6 +71,9 @@ def layers(graph: fx.Graph) -> dict[fx.Node, str]:
     return found
 
 
+_MOVES = (Role.LAUNCH, Role.WAIT, Role.PART, Role.FINISH)
+
+
 def sink_backward(graph: StepGraph) -> int:
     """Move backward nodes that depend on no gradient down to their first use.
 
@@ -82,10 +85,10 @@ def sink_backward(graph: StepGraph) -> int:
     tangents = {n for n in graph.graph.find_nodes(op="placeholder") if _is_tangent(n)}
     dependent = set(tangents)
     for node in backward:
-        if dependent.isdisjoint(node.all_input_nodes):
-            late.add(node)
-        else:
+        if not dependent.isdisjoint(node.all_input_nodes):
             dependent.add(node)
+        elif stamp_of(node).role not in _MOVES:  # where those stand is for `prefetch` to say
+            late.add(node)
     order: list[fx.Node] = []
     placed: set[fx.Node] = set()
 

@@ -146,9 +146,11 @@ def up_to(name: str, *instead: Pass, passes: Sequence[Pass] = JOINT) -> list[Pas
     return [chosen.get(p.name, p) for p in passes[: names.index(name) + 1]]
 
 
-def run(graph: StepGraph, passes: Sequence[Pass]) -> list[PassRecord]:
+def run(
+    graph: StepGraph, passes: Sequence[Pass], context: Context | None = None
+) -> list[PassRecord]:
     """Run passes, verified after each, and keep the graph's text."""
-    return run_passes(passes, graph, Context(), keep_text=True)
+    return run_passes(passes, graph, context or Context(), keep_text=True)
 
 
 def scheduled(build: Build, last: str, *instead: Pass, **setup: Any) -> StepGraph:

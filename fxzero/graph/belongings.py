@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torch import fx
 
 from fxzero.graph.launch import call_of, full_bytes, record_of_call
+from fxzero.graph.operators import is_random
 from fxzero.graph.stamps import Lane, Phase, Role, stamp_of
 from fxzero.graph.step_graph import StepGraph, TransferNodes, sent_by
 
@@ -124,6 +125,51 @@ def wrong_calls(graph: StepGraph) -> Iterator[Finding]:
                 f"{launch.name} calls {launch.target}{launch.args[1:]}, its record means {said}",
                 "Change a transfer's record and its call together: fxzero.graph.launch.",
             )
+
+
+def wrong_draws(graph: StepGraph) -> Iterator[Finding]:
+    """Random operators that are run again from a state that is not the one they had."""
+    drawn_from: dict[fx.Node, fx.Node] = {}
+    """By state, the first node that draws from it."""
+    state: fx.Node | None = None
+    for node in graph.graph.nodes:
+        if getattr(node.target, "reads_generator", False):
+            state = node
+        elif is_random(node) and state is not None:
+            drawn_from[state] = node
+            state = None
+        elif getattr(node.target, "draws_again", False):
+            source = node.args[0]
+            if source.op == "placeholder":
+                continue  # backward's own graph: forward has kept it
+            first = drawn_from.get(source)
+            if first is None or first.target is not node.target.target:
+                found = first.name if first is not None else "nothing"
+                yield Finding(
+                    node,
+                    f"{node.name}, {node.target.__name__}, begins with the state {source.name}, "
+                    f"from which {found} has drawn",
+                    "Keep a generator's state right before the operator that draws from it.",
+                )
+
+
+def wrong_parts(graph: StepGraph) -> Iterator[Finding]:
+    """Values that are gathered again from something else than their parts."""
+    for transfer in graph.transfers():
+        if not transfer.of_activations:
+            continue
+        for part in transfer.tensors:
+            if part.op == "placeholder":
+                continue  # backward's own graph: forward has cut it
+            record = transfer.record
+            is_cut = getattr(part.target, "cuts_part", False)
+            if not is_cut or part.args[1:] != (record.size, record.group):
+                yield Finding(
+                    transfer.launch,
+                    f"{transfer.launch.name} gathers {part.name} by {record}, which is no part of "
+                    "a value that was cut for these ranks",
+                    "Cut and gather by fxzero.schedule.parts.",
+                )
 
 
 def micro_steps(graph: StepGraph) -> list[int]:

@@ -31,6 +31,27 @@ def is_random(node: fx.Node) -> bool:
     return _argument(node, "dropout_p") != 0
 
 
+def draws_numbers(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, new ones or the same ones again."""
+    return is_random(node) or bool(getattr(node.target, "draws_again", False))
+
+
+def can_draw_again(node: fx.Node) -> bool:
+    """Whether a random node draws from its device's default generator, so that with the
+    generator's state it can be run again."""
+    if node.op != "call_function" or not is_random(node):
+        return False
+    value = node.meta.get("val")
+    tensors = value if isinstance(value, (list, tuple)) else (value,)
+    devices = {t.device.type for t in tensors if isinstance(t, torch.Tensor)}
+    if len(devices) != 1 or not devices <= {"cpu", "cuda"}:
+        return False
+    if not isinstance(node.target, OpOverload):
+        return True
+    ours = node.target.namespace in ("aten", "prims")
+    return ours and not writes_memory(node) and _argument(node, "generator") is None
+
+
 @by_identity
 def _may_be_random(target: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in target.tags

@@ -17,7 +17,7 @@ from fxzero.errors import VerificationError
 from fxzero.graph.left_out import LeftOut
 from fxzero.graph.node_text import node_line
 from fxzero.graph.pieces import Pieces, called
-from fxzero.graph.stamps import Phase, Role, Segment, Stamp, set_stamp, stamp_of
+from fxzero.graph.stamps import Lane, Phase, Role, Segment, Stamp, set_stamp, stamp_of
 from fxzero.sharding.params import ParamSpec
 from fxzero.transfer import Transfer
 
@@ -50,6 +50,16 @@ class TransferNodes:
         """Whether it moves parameters or their gradients: a model's own transfers do not, nor
         does the norm's sum."""
         return bool(self.stamp.params)
+
+    @property
+    def of_activations(self) -> bool:
+        """Whether it brings again what forward has kept in parts."""
+        return bool(self.stamp.again) and self.stamp.lane is Lane.GATHER
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether a pass chooses when it runs: a model's own stay where its author put them."""
+        return self.of_parameters or self.of_activations
 
     @property
     def stamp(self) -> Stamp:

@@ -12,7 +12,8 @@
     updates       an update takes the parameter's own gradient and state; nothing reads a
                   parameter, or a buffer, after it was updated, but the next step's gathers,
                   which do not start before
-    randomness    a random node is never run twice
+    randomness    a random node is never run twice, but from the state that its generator had
+    parts         what is gathered again is what was cut, over the ranks that it was cut for
 
 That all ranks run the same sequence of collectives is compared when they run: see
 `fxzero.ranks.agree`.
@@ -36,7 +37,9 @@ from fxzero.graph.belongings import (
     micro_steps,
     sent_as,
     wrong_calls,
+    wrong_draws,
     wrong_gradient,
+    wrong_parts,
     wrong_transfers,
     wrong_updates,
 )
@@ -67,6 +70,7 @@ def verify(graph: StepGraph, facts: Iterable[str], *, after: str) -> None:
         check_constants(graph, after)
     if "stamped" in known:
         check_waits(graph, after)
+        _none_of(graph, after, wrong_parts(graph))
         if "cut" not in known:
             _none_of(graph, after, wrong_calls(graph))
     if known & {"gathered", "reduced", "cut"}:
@@ -126,7 +130,7 @@ def check_order(graph: StepGraph, after: str) -> None:
 
 
 def check_randomness(graph: StepGraph, after: str) -> None:
-    """No random node is a repetition of another one."""
+    """No random node is a repetition of another one, unless it draws from the same state."""
     for node in graph.graph.nodes:
         if stamp_of(node).again and is_random(node):
             _fail(
@@ -137,6 +141,7 @@ def check_randomness(graph: StepGraph, after: str) -> None:
                 "numbers than forward",
                 "Save its result instead of running it again.",
             )
+    _none_of(graph, after, wrong_draws(graph))
 
 
 def check_constants(graph: StepGraph, after: str) -> None:

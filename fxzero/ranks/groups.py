@@ -8,7 +8,7 @@ are sharded along the second axis and replicated along the first, the order that
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,14 @@ class Group:
     """How many ranks it has."""
     rank: int
     """This process's place in it."""
+    ranks: frozenset[int] = field(repr=False)
+    """Whose they are, by their place in the world."""
 
     @staticmethod
     def of(process_group: dist.ProcessGroup) -> Group:
         """Describe a torch process group."""
-        return Group(process_group.group_name, process_group.size(), process_group.rank())
+        ranks = frozenset(dist.get_process_group_ranks(process_group))
+        return Group(process_group.group_name, process_group.size(), process_group.rank(), ranks)
 
 
 def backend_of(group_name: str, device_type: str) -> str:

@@ -16,6 +16,19 @@ from fxzero._compat import default_store
 _decided: dict[str, str] = {}
 
 
+def agreed(identity: str, question: str) -> Any:
+    """What others have answered; None if nobody was asked yet, or there is no other rank."""
+    digest = hashlib.sha256(question.encode()).hexdigest()
+    key = f"fxzero/decisions/{identity}/{digest}"
+    store = default_store()
+    if store is None:
+        return None
+    if key not in _decided and store.check([key]):
+        _decided[key] = store.get(key).decode()
+    found = _decided.get(key)
+    return None if found is None else json.loads(found)
+
+
 def agree(identity: str, question: str, answer: Any) -> Any:
     """The answer of whoever was first to be asked.
 

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
 from fxzero._compat import checkpoint_number, checkpoint_tag, is_symbolic
+from fxzero.cost.analytic import value_bytes
 from fxzero.cost.model import CostModel
-from fxzero.cost.workspace import fuses_into_readers, is_reduction
+from fxzero.cost.workspace import fuses_into_readers, is_reduction, rounds_by_place
 from fxzero.graph import Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.launch import record_for
-from fxzero.graph.operators import is_pure, num_bytes
+from fxzero.graph.operators import can_draw_again, is_pure, num_bytes, tensor_bytes
+from fxzero.graph.same_on_ranks import Along, Alongs, can_be_cut, same_on_ranks
 from fxzero.graph.stamps import stamp_of
+from fxzero.schedule.parts import part_record
 from fxzero.schedule.repetition import Value
 
+LEAST_DRAWN_BYTES = 1 << 16
+"""Less is saved rather than drawn again: a generator's state is some kilobytes."""
+LEAST_CUT_BYTES = 1 << 14
+"""Less is not worth a collective."""
 FUSED = 0.5
 """What an operator that fuses into its reader takes, of what it takes alone: it writes nothing, or
 reads nothing."""
@@ -29,6 +37,8 @@ class ForwardValues:
 
     nodes: tuple[fx.Node, ...]
     values: tuple[Value, ...]
+    along: Mapping[fx.Node, Along]
+    """By value that can be kept in parts, the ranks over which it pays most."""
 
 
 def asked_to_repeat(node: fx.Node) -> bool:
@@ -65,19 +75,24 @@ def forward_values(
     *,
     fuses: bool,
     stays: Callable[[fx.Node], bool] = lambda _: False,
+    draws_again: bool = True,
 ) -> ForwardValues:
     """What forward computes, and what each of it takes to keep and to repeat.
 
     Args:
         graph: stamped, with markers where parameters are read.
         fuses: whether runs of compute will be compiled regions. In another region a sum may be
-            made in another order: sums are kept then, which are small, so that no bit changes.
-        stays: what shall not be repeated, for whatever reason.
+            made in another order: sums are kept then, which are small, so that no bit changes. So
+            is what `rounds_by_place`.
+        stays: what shall be kept as it is, for whatever reason.
+        draws_again: whether random numbers may be drawn again from their generator's state.
     """
     outputs = set(graph.output_values[: graph.num_forward_outputs])
     nodes = _in_order(graph)
     position = {node: i for i, node in enumerate(nodes)}
     gathered_again = _read_in_backward(graph)
+    same = same_on_ranks(graph)
+    along: dict[fx.Node, Along] = {}
     values = []
     for node in nodes:
         is_needed = any(stamp_of(user).phase is Phase.BACKWARD for user in node.users)
@@ -90,6 +105,12 @@ def forward_values(
         looks = is_view(node) and bool(sources)
         several = isinstance(node.meta.get("val"), (list, tuple))
         is_part = node.target is operator.getitem and bool(sources) and not looks
+        part_bytes, part_us = 0, None
+        whole = looks or several or node in outputs or stays(node) or asked_to_repeat(node)
+        if node in same and not whole:
+            part = _best_part(node, same[node], costs)
+            if part is not None:
+                along[node], part_bytes, part_us = part
         values.append(
             Value(
                 node.name,
@@ -99,7 +120,7 @@ def forward_values(
                 is_needed and node not in outputs,
                 may_repeat=(
                     role is Role.COMPUTE
-                    and (looks or is_pure(node))
+                    and (looks or is_pure(node) or (draws_again and _is_drawn_again(node)))
                     # A list is not kept, so that its parts are repeated with it or not at all.
                     and not (is_part and not values[sources[0]].may_repeat)
                     and node not in outputs
@@ -107,13 +128,39 @@ def forward_values(
                     and not reads_what_changes(graph, node)
                     and checkpoint_tag(node) != "save"
                     and (looks or not is_handed_on(node))
-                    and not (fuses and is_reduction(node))
+                    and not (fuses and (is_reduction(node) or rounds_by_place(node)))
                     and not stays(node)
                 ),
                 may_keep=not (looks or several or asked_to_repeat(node)),
+                part_bytes=part_bytes,
+                part_us=part_us,
             )
         )
-    return ForwardValues(tuple(nodes), tuple(values))
+    return ForwardValues(tuple(nodes), tuple(values), along)
+
+
+def _is_drawn_again(node: fx.Node) -> bool:
+    """Whether a random node's numbers are worth a generator's state."""
+    return value_bytes(node) >= LEAST_DRAWN_BYTES and can_draw_again(node)
+
+
+def _best_part(node: fx.Node, alongs: Alongs, costs: CostModel) -> tuple[Along, int, float] | None:
+    """The ranks over which a value is best kept in parts, the bytes of a part, and what a gather
+    takes; None if it cannot be. The most ranks, unless fewer save twice as much in a microsecond.
+    """
+    value: Any = node.meta.get("val")
+    if not can_be_cut(value) or tensor_bytes(value) < LEAST_CUT_BYTES:
+        return None
+    found = []
+    for along in alongs:
+        record = part_record(value, along)
+        part_bytes = record.full_bytes // record.size
+        us = costs.transfer(record).wire_us
+        saved_bytes = tensor_bytes(value) - part_bytes
+        found.append((saved_bytes / max(us, 1e-3), along, part_bytes, us))
+    least_rate = max(rate for rate, *_ in found) / 2
+    _, *best = min((c for c in found if c[0] >= least_rate), key=lambda choice: choice[2])
+    return tuple(best)  # type: ignore[return-value]
 
 
 def _in_order(graph: StepGraph) -> list[fx.Node]:

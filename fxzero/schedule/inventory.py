@@ -48,7 +48,7 @@ class Inventory:
         self.storages = storages_of(graph, fuses=fuses)
         self.costs = costs
         self.transfers = every = graph.transfers()
-        transfers = [t for t in every if t.of_parameters]
+        transfers = [t for t in every if t.is_placed]
         self.in_forward = gathered_in_forward(every)
         self.gathers = [t for t in transfers if t.stamp.lane is Lane.GATHER]
         self.reduces = [t for t in transfers if t.stamp.lane is Lane.REDUCE]
@@ -64,10 +64,14 @@ class Inventory:
         self.own_us = {
             t.launch: costs.transfer(t.record).wire_us
             for t in every
-            if not t.of_parameters and t.stamp.phase is not Phase.OPTIMIZER
+            if not t.is_placed and t.stamp.phase is not Phase.OPTIMIZER
         }
         self.unit_us = [self._unit_cost(unit.nodes) for unit in self.units]
         self.transfer_costs = {t.launch: costs.transfer(t.record) for t in transfers}
+        self.kept_by = [
+            self._unit_after(sources_of(t), set()) if t.of_activations else -1 for t in self.gathers
+        ]
+        """By gather, the unit that makes what it sends; -1 for a parameter's, there at once."""
         self.made_by = [self._unit_after(sources_of(t), set()) for t in self.reduces]
         self.made_at = {n: self._unit_after([n], set()) for n in self.followers}
         self.second_of = self._second_stages()
@@ -100,6 +104,9 @@ class Inventory:
             key = (transfer.stamp.layer, transfer.stamp.segment)
             if use is None:
                 joined_at.append(None)
+            elif transfer.of_activations:  # joined with what is there first: it splits no region
+                joined_at.append(starts[use])
+                continue
             elif key in begun:
                 begins[use] = True
                 joined_at.append(use)

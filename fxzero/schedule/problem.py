@@ -305,9 +305,10 @@ class _Problem:
         inventory = self.inventory
         transfer = inventory.gathers[i]
         cost = inventory.transfer_costs[transfer.launch]
-        after: tuple[int, ...] = ()
+        made_by = inventory.kept_by[i]
         if inventory.end_of_forward is not None and transfer.stamp.phase is Phase.BACKWARD:
-            after = (self.index["unit", inventory.end_of_forward],)
+            made_by = inventory.end_of_forward
+        after = (self.index["unit", made_by],) if made_by >= 0 else ()
         nodes = launch_nodes(transfer)
         if inventory.first_use[i] is None:
             nodes += join_nodes(transfer)

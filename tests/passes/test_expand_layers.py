@@ -26,7 +26,7 @@ from fxzero.graph.pieces import is_call, piece_of
 from fxzero.graph.stamps import stamp_of
 from fxzero.inspect.capture import capture, fake_ranks
 from fxzero.passes import Recompute
-from fxzero.passes.recompute import Repetitions
+from fxzero.passes.repeat_values import Repetitions
 from tests.tracing import chain, observed, run, texts, trace, up_to
 
 DEPTH = 9

@@ -6,16 +6,12 @@ import random
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from fxzero.schedule.repetition import (
     Value,
     closure,
-    crossers,
     fastest_within,
-    fences_for,
-    levels,
     pareto,
 )
 
@@ -34,6 +30,8 @@ def random_values(seed: int) -> list[Value]:
                 sources=tuple(sorted(rng.sample(range(i), count))),
                 is_needed=rng.random() < 0.6,
                 may_repeat=rng.random() < 0.9,
+                part_bytes=rng.randint(1, 30),
+                part_us=rng.choice([None, None, 0.5, 4.0, 20.0]),
             )
         )
     return found
@@ -42,32 +40,37 @@ def random_values(seed: int) -> list[Value]:
 def optimum(values: list[Value], most_bytes: int) -> float | None:
     """The least time within a bound, by an integer programme; None if nothing fits."""
     count = len(values)
-    keep, repeat, need = (np.arange(count) + k * count for k in range(3))
+    keep, part, repeat, need = (np.arange(count) + k * count for k in range(4))
     rows, least = [], []
 
     def at_least(bound: float, **terms: float) -> None:
-        row = np.zeros(3 * count)
+        row = np.zeros(4 * count)
         for position, factor in terms.items():
             row[int(position[1:])] = factor
         rows.append(row)
         least.append(bound)
 
     for i, value in enumerate(values):
-        at_least(0, **{f"_{keep[i]}": 1, f"_{repeat[i]}": 1, f"_{need[i]}": -1})
+        ways = (keep[i], part[i], repeat[i])
+        at_least(0, **{f"_{way}": 1 for way in ways}, **{f"_{need[i]}": -1})
         for source in value.sources:
             at_least(0, **{f"_{need[source]}": 1, f"_{repeat[i]}": -1})
-    at_least(-most_bytes, **{f"_{keep[i]}": -v.num_bytes for i, v in enumerate(values)})
-    lower, upper = np.zeros(3 * count), np.ones(3 * count)
+    whole = {f"_{keep[i]}": -v.num_bytes for i, v in enumerate(values)}
+    parts = {f"_{part[i]}": -v.part_bytes for i, v in enumerate(values)}
+    at_least(-most_bytes, **whole, **parts)
+    lower, upper = np.zeros(4 * count), np.ones(4 * count)
     for i, value in enumerate(values):
         lower[need[i]] = value.is_needed
         upper[repeat[i]] = value.may_repeat
         upper[keep[i]] = value.may_keep
-    cost = np.zeros(3 * count)
+        upper[part[i]] = value.part_us is not None
+    cost = np.zeros(4 * count)
     cost[repeat] = [value.us for value in values]
+    cost[part] = [value.part_us or 0 for value in values]
     result = milp(
         cost,
         constraints=LinearConstraint(np.array(rows), least, np.inf),
-        integrality=np.ones(3 * count),
+        integrality=np.ones(4 * count),
         bounds=Bounds(lower, upper),
     )
     return float(result.fun) if result.success else None
@@ -119,83 +122,23 @@ def test_points_are_convex() -> None:
         assert prices == sorted(prices)
 
 
-def chain_of_layers(depth: int) -> list[Value]:
-    """Layers of a residual stream (1), a wide product (8), what a cheap operator makes of it (8),
-    and a narrow product (1); backward reads all but the last."""
-    values = [Value("x", 10, 1.0, (), is_needed=True)]
-    for layer in range(depth):
-        x = len(values) - 1
-        values += [
-            Value(f"{layer}.up", 80, 100.0, (x,), is_needed=True),
-            Value(f"{layer}.gelu", 80, 5.0, (x + 1,), is_needed=True),
-            Value(f"{layer}.down", 10, 100.0, (x + 2,)),
-            Value(f"{layer}.add", 10, 1.0, (x, x + 3), is_needed=True),
-        ]
-    return values
-
-
-def test_levels_of_equal_layers() -> None:
-    """Cheap values go first, those of the first layer before the others'; the end keeps what
-    crosses from layer to layer."""
-    values = chain_of_layers(6)
-    found = levels(values)
-    kept = found.kept_bytes
-    assert kept == sorted(kept, reverse=True)
-    assert len(set(kept)) == len(found)
-    assert kept[0] == closure(values, ()).kept_bytes
-    first = closure(values, found.at(1))
-    assert [values[i].name for i in first.repeated] == ["0.gelu"]
-    segments = len(found.fences)
-    assert [values[i].name for i in closure(values, found.at(segments)).repeated] == [
-        f"{layer}.gelu" for layer in range(segments)
+def test_a_part_instead_of_the_whole() -> None:
+    """Where repeating takes longer than a gather, and only as far as it must be."""
+    values = [
+        Value("a", 80, 100.0, (), is_needed=True, part_bytes=10, part_us=6.0),
+        Value("b", 80, 2.0, (0,), is_needed=True, part_bytes=10, part_us=6.0),
     ]
-    assert all(
-        i < found.fences[-1] for i in found.at(found.main)
-    )  # the last backward comes at once
-    last = closure(values, found.at(len(found) - 1))
-    assert last.kept_bytes < 6 * 20
-    times = [closure(values, found.at(level)).us for level in range(len(found))]
-    assert times == sorted(times)
+    found = [fastest_within(values, bound) for bound in (160, 159, 79, 9)]
+    assert [f and (f.kept, set(f.in_parts), f.us) for f in found] == [
+        ((0, 1), set(), 0.0),
+        ((0,), set(), 2.0),
+        ((0,), {0}, 8.0),
+        ((), set(), 102.0),
+    ]
 
 
-def test_levels_keep_what_crosses_a_fence() -> None:
-    """So that backward never repeats more than a segment at once."""
-    values = chain_of_layers(12)
-    found = levels(values)
-    crossing = crossers(values, found.fences)
-    assert crossing
-    assert crossing.isdisjoint(found.at(len(found) - 1))
-
-
-def test_fences_stand_where_little_crosses() -> None:
-    """Behind a layer, not within."""
-    values = chain_of_layers(8)
-    for fence in fences_for(values, 2 * 180):
-        crossing = crossers(values, [fence])
-        assert sum(values[i].num_bytes for i in crossing) <= 20
-
-
-def test_equal_layers_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred cost what four do."""
-    import fxzero.schedule.repetition as module
-
-    solved = []
-    original = module.pareto
-
-    def count(*arguments: object) -> object:
-        solved.append(1)
-        return original(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(module, "pareto", count)
-    levels(chain_of_layers(96))
-    assert len(solved) <= 4
-
-
-def test_what_is_cheap_is_repeated_at_every_level() -> None:
-    """The base of all levels stays."""
-    values = chain_of_layers(3)
-    base = {i for i, value in enumerate(values) if value.name.endswith("gelu")}
-    found = levels(values, base)
-    assert base == set(found.at(0))
-    repeated = set(closure(values, found.at(len(found) - 1)).repeated)
-    assert base <= repeated
+def test_only_a_part() -> None:
+    """What others have decided on: it is kept so whatever it costs."""
+    value = Value("a", 80, 1.0, (), True, may_repeat=False, may_keep=False, part_us=50.0)
+    assert closure([value], {0}).in_parts == {0}
+    assert pareto([value])[0].us == 50.0

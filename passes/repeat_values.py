@@ -1,0 +1,174 @@
+"""Let backward read values that it repeats, draws again or gathers again.
+
+    forward   state = generator_state("cpu"); mask = dropout_mask([4, 8], 0.1)
+              y = gelu(x); part = own_part(v, 8, "0")
+    backward  mask' = draw_again(state, [4, 8], 0.1); y' = gelu(x); v' = wait(gather(part))
+
+What shall be repeated is decided in `fxzero.passes.recompute`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, fx
+
+from fxzero._compat import copy_node
+from fxzero.errors import CaptureError, ConfigError
+from fxzero.graph import Phase, StepGraph
+from fxzero.graph.modules import module_path
+from fxzero.graph.node_text import source_line
+from fxzero.graph.operators import can_draw_again
+from fxzero.graph.same_on_ranks import can_be_cut, expression, same_on_ranks
+from fxzero.graph.stamps import set_stamp, stamp_of
+from fxzero.passes.decision import Decision
+from fxzero.runtime.random import STATE_BYTES, DrawAgain, generator_state
+from fxzero.schedule.agreement import agree
+from fxzero.schedule.parts import emit_gather_again, emit_own_part
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """One value that backward computes again."""
+
+    value: str
+    """The forward node."""
+    nodes: tuple[str, ...]
+    """What is repeated for it, in order, itself included."""
+    saved_bytes: int
+    """What need not be kept; 0 of a view."""
+    asked: bool
+    """Whether `torch.utils.checkpoint` asked for it."""
+    layer: str
+    us: float
+    """What repeating takes, by the cost model, operator by operator."""
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """One value that each rank keeps a part of."""
+
+    value: str
+    """The forward node."""
+    along: str
+    """The ranks that have it: `fxzero.graph.same_on_ranks.Along.name`."""
+    saved_bytes: int
+    """What need not be kept."""
+    layer: str
+    us: float
+    """What gathering it again takes, by the cost model."""
+
+
+@dataclass(frozen=True)
+class Repetitions(Decision):
+    """What backward repeats, later values first, and what it gathers from parts."""
+
+    values: tuple[Repeated, ...]
+    parts: tuple[Partitioned, ...] = ()
+
+
+def repeat_in_backward(
+    graph: StepGraph,
+    nodes: list[fx.Node],
+    made: dict[fx.Node, fx.Node],
+    before: fx.Node,
+    states: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
+) -> fx.Node:
+    """Copy forward nodes into backward and let backward read the copies.
+
+    Args:
+        before: backward's first node. Copies go in front of it.
+        states: by random node, its generator's state when it ran.
+
+    Returns:
+        What backward's first node is now.
+    """
+    new = [node for node in nodes if node not in made]
+    for node in new:
+        with graph.graph.inserting_before(before):
+            copy = copy_node(graph.graph, node, lambda n: made.get(n, n))
+        if node in states:
+            copy.target = DrawAgain(node.target, _device_of(node))  # type: ignore[arg-type]
+            copy.args = (states[node], *copy.args)
+        stamp = stamp_of(node)
+        set_stamp(copy, stamp.but(phase=Phase.BACKWARD, made_by="recompute", again=node.name))
+        made[node] = copy
+    for node in nodes:
+        for user in list(node.users):
+            if stamp_of(user).phase is Phase.BACKWARD and user is not made[node]:
+                user.replace_input_with(node, made[node])
+    return made[new[0]] if new else before
+
+
+def cut_parts(
+    graph: StepGraph,
+    parts: Sequence[Partitioned],
+    nodes: Mapping[str, fx.Node],
+    made: dict[fx.Node, fx.Node],
+    before: fx.Node,
+) -> None:
+    """Let backward read values that it gathers from the ranks' parts.
+
+    Args:
+        made: gets what stands for each value in backward.
+    """
+    same = same_on_ranks(graph) if parts else {}
+    for part in parts:
+        node = nodes.get(part.value)
+        alongs = {along.name: along for along in same.get(node, ())} if node is not None else {}
+        if node is None or part.along not in alongs or not can_be_cut(node.meta.get("val")):
+            raise ConfigError(
+                f"the plan keeps {part.value!r} in parts along {part.along!r}: no such value of "
+                f"forward is the same there; it is along {', '.join(alongs) or 'nothing'}"
+            )
+        mine = expression(node)
+        if agree(graph.identity, f"{part.value} of {node.meta['val'].shape}", mine) != mine:
+            raise CaptureError(
+                f"{part.value}, from {source_line(node) or 'the forward'}, would be kept in parts "
+                f"by the ranks along {part.along!r}, but this rank computes it by other numbers "
+                "than the first one. Compute alike on all ranks what is computed from parameters "
+                f"alone, or keep it whole: recompute.save=[{module_path(node)!r}]."
+            )
+        along = alongs[part.along]
+        own = emit_own_part(graph, node, along)
+        full = made[node] = emit_gather_again(graph, node, own, along, before)
+        for user in list(node.users):
+            if user is not full and stamp_of(user).phase is Phase.BACKWARD:
+                user.replace_input_with(node, full)
+
+
+def keep_states(
+    graph: StepGraph, values: Sequence[Repeated], nodes: Mapping[str, fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Keep the states from which random operators draw that will be drawn again."""
+    found: dict[fx.Node, fx.Node] = {}
+    for name in dict.fromkeys(name for value in values for name in value.nodes):
+        node = nodes.get(name)
+        if node is None or node in found or not can_draw_again(node):
+            continue
+        device = _device_of(node)
+        like = _state_like(graph, device)
+        stamp = stamp_of(node).but(made_by="recompute")
+        with graph.graph.inserting_before(node), graph.made_for(node):
+            found[node] = graph.call(
+                generator_state, (device,), stamp=stamp, name=f"{name}_state", value=like
+            )
+    return found
+
+
+def _device_of(node: fx.Node) -> str:
+    value = node.meta["val"]
+    first = value[0] if isinstance(value, (list, tuple)) else value
+    device: str = first.device.type
+    return device
+
+
+def _state_like(graph: StepGraph, device: str) -> Tensor:
+    """A fake generator's state."""
+    if graph.fake_mode is None:
+        return torch.empty(STATE_BYTES[device], dtype=torch.uint8)
+    with graph.fake_mode:
+        return torch.empty(STATE_BYTES[device], dtype=torch.uint8)
