@@ -16,7 +16,7 @@ from fxzero.cost import AnalyticCosts, CostModel, load_cluster
 from fxzero.graph import StepGraph
 from fxzero.passes.decisions import Decisions
 from fxzero.runtime.optimizers import OptimizerLayout
-from fxzero.schedule.repetition import Levels
+from fxzero.schedule.repetition_levels import Levels
 from fxzero.settings import check_types
 
 
@@ -79,14 +79,33 @@ class Notes(Mapping[str, object]):
         return ", ".join(f"{k}={v}" for k, v in self._values.items()) or "nothing to do"
 
 
+class Room(StrEnum):
+    """How much memory transfers may take, from most to least: under a `memory_budget`, where
+    neither `prefetch` nor `bucket` was told otherwise."""
+
+    ALL = "all"
+    """As without a budget, and whatever forward gathers stays for backward."""
+    HALF = "half"
+    """And half of it does."""
+    USUAL = "usual"
+    """As without a budget."""
+    LEAST = "least"
+    """Gathers right before their use, reduces at once, and buckets of a quarter."""
+
+
+KEPT_SHARE = {Room.ALL: 1.0, Room.HALF: 0.5}
+"""By room, how much of what backward would gather again it reads from forward instead."""
+
+
 @dataclass
 class Level:
     """How much of its speed a step gives up for its memory: what `memory_budget` looks for."""
 
     number: int = 0
     """Of `levels`: how much is repeated."""
-    tight: bool = False
-    """Whether transfers hold as little as they can, too."""
+    room: Room = Room.USUAL
+    parts: tuple[tuple[str, str], ...] | None = None
+    """What is kept in parts, and along which ranks, if others have decided on that already."""
     levels: Levels | None = None
     """What could be repeated; found for the first of the levels that are tried."""
 
@@ -101,6 +120,8 @@ class Context:
     """What things take, by which all ranks decide alike."""
     fuses: bool = True
     """Whether runs of compute will be compiled regions."""
+    replays: bool = False
+    """Whether the whole step will be one CUDA graph: it cannot ask a generator for its state."""
     level: Level | None = None
     """How much is given up for a memory budget, where there is one."""
     decompositions: dict[Any, Callable[..., Any]] = field(default_factory=dict)

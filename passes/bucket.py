@@ -21,7 +21,7 @@ from fxzero.graph import Lane, Phase, Segment, StepGraph
 from fxzero.graph.launch import emit_launch, emit_wait
 from fxzero.graph.stamps import Role, set_stamp, stamp_of
 from fxzero.graph.step_graph import TransferNodes, transfer_nodes
-from fxzero.passes.base import Context, Fact, Notes
+from fxzero.passes.base import Context, Fact, Notes, Room
 from fxzero.passes.decision import DecidingPass, Decision
 from fxzero.settings import at_least
 from fxzero.transfer import Transfer
@@ -93,6 +93,8 @@ def join_small(
     return joined
 
 
+SMALL_PARTS = 4
+"""Into how many buckets one is split where transfers shall hold as little as they can."""
 LATENCY_SHARE = 0.1
 """How much of a bucket's time may be latency."""
 
@@ -263,7 +265,8 @@ class Bucket(DecidingPass[Buckets]):
     cap_bytes: int | None = None
     """Most bytes of full tensors in one bucket. A larger parameter has its own. The default is
     256 MiB, and where the host moves the bytes, as gloo does, which loses nothing by small
-    messages, 8 MiB, or 4 MiB where that leaves nothing to hide them behind."""
+    messages, 8 MiB, or 4 MiB where that leaves nothing to hide them behind; a quarter of that
+    where a `memory_budget` leaves no room for more."""
 
     min_bytes: int | None = None
     """A bucket below this travels with a neighbour. The default is where latency is a tenth of a
@@ -304,18 +307,22 @@ class Bucket(DecidingPass[Buckets]):
             for transfers in kinds.values()
             for transfer in transfers
         )
-        return "\n".join(f"{t.record.kind} {t.record.full_bytes} {t.stamp.params}" for t in moved)
+        room = "" if ctx.level is None else ctx.level.room
+        lines = (f"{t.record.kind} {t.record.full_bytes} {t.stamp.params}" for t in moved)
+        return "\n".join([room, *lines])
 
     def decide(self, graph: StepGraph, ctx: Context) -> Buckets:
         """Split the transfers of each segment and kind, in order of need."""
         found: list[Carried] = []
         caps: dict[int, None] = {}
         leasts: dict[int, None] = {}
+        in_small = ctx.level is not None and ctx.level.room is Room.LEAST
+        parts = SMALL_PARTS if in_small else 1
         for lane, kinds in self._movable(graph, ctx).items():
             made = 0
             for segment in graph.segments():
                 for axis, chosen in enumerate(kinds.get(segment, {}).values()):
-                    cap = self.cap_bytes or default_cap(chosen, ctx.costs)
+                    cap = self.cap_bytes or default_cap(chosen, ctx.costs) // parts
                     least = self._least(ctx.costs, chosen[0].record, cap)
                     caps[cap] = leasts[least] = None
                     for members in group(chosen, cap, least):

@@ -30,6 +30,11 @@ class Planned(Protocol):
         """The compiler's, when the decisions were made."""
         ...
 
+    @property
+    def passes(self) -> frozenset[str]:
+        """Whose decisions it holds, of any graph."""
+        ...
+
     def decision(self, digest: str, step: DecidingPass[Any]) -> Any:
         """What a pass shall do to the graph of a digest; None if that is to be decided."""
         ...
@@ -51,6 +56,11 @@ class Decisions:
     """By pass."""
     replayed: set[str] = field(default_factory=set)
     """The passes whose decisions are the plan's."""
+
+    @property
+    def planned(self) -> frozenset[str]:
+        """The passes that a plan decides for."""
+        return self.plan.passes if self.plan is not None else frozenset()
 
     def make(self, step: DecidingPass[Any], graph: StepGraph, ctx: Context) -> Any:
         """The decision of a pass: the plan's, the first rank's, or its own.

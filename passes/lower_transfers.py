@@ -83,6 +83,14 @@ def runs_on_gloo(transfer: TransferNodes) -> bool:
     return on_cpu and backend_of(transfer.record.group, "cpu") == "gloo"
 
 
+def lower_transfers(graph: StepGraph) -> int:
+    """Lower all transfers that go over gloo; return how many there are."""
+    transfers = [t for t in graph.transfers() if runs_on_gloo(t)]
+    for transfer in transfers:
+        lower_transfer(transfer)
+    return len(transfers)
+
+
 @dataclass(frozen=True)
 class LowerTransfers(Pass):
     """Choose the collectives that the backend runs without packing lists."""
@@ -92,7 +100,4 @@ class LowerTransfers(Pass):
 
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
-        transfers = [t for t in graph.transfers() if runs_on_gloo(t)]
-        for transfer in transfers:
-            lower_transfer(transfer)
-        return Notes(lowered=len(transfers))
+        return Notes(lowered=lower_transfers(graph))

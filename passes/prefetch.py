@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from fxzero.errors import ConfigError, PassError
 from fxzero.graph import Lane, StepGraph
 from fxzero.graph.step_graph import TransferNodes
-from fxzero.passes.base import Context, Fact, Notes
+from fxzero.passes.base import KEPT_SHARE, Context, Fact, Notes, Room
 from fxzero.passes.decision import DecidingPass, Decision
 from fxzero.passes.outline import split_at_buckets
 from fxzero.regions.cutout import move_parts_together
@@ -56,6 +56,18 @@ def least_budget(graph: TaskGraph) -> int:
     return replay(graph, fixed_order(graph, 0, 0)).peak_bytes
 
 
+def budget_for(room: Room, graph: TaskGraph, candidates: Sequence[TransferNodes]) -> int:
+    """What transfers may hold.
+
+    Args:
+        candidates: gathers of backward, each of which forward's could stand for.
+    """
+    if room is Room.LEAST:
+        return least_budget(graph)
+    every = sum(transfer.record.full_bytes for transfer in candidates)
+    return default_budget(graph) + int(KEPT_SHARE.get(room, 0) * every)
+
+
 def names_of(transfers: Sequence[TransferNodes]) -> frozenset[str]:
     """The buckets that transfers carry."""
     return frozenset(transfer.stamp.bucket for transfer in transfers)
@@ -73,22 +85,24 @@ def alike(candidates: list[TransferNodes], graph: StepGraph) -> list[tuple[Trans
 
 
 def choose(
-    inventory: Inventory, candidates: list[TransferNodes], budget_bytes: int | None
+    inventory: Inventory,
+    candidates: list[TransferNodes],
+    budget_bytes: int,
+    share: float | None = None,
 ) -> Choice:
     """The best order within the budget, with as many parameters kept as make it faster.
 
     Args:
         candidates: gathers that may go, those first that cost the least memory.
-        budget_bytes: None takes `default_budget`.
+        share: how many of them shall go; None tries several numbers.
 
     Raises:
         PassError: there is no such order.
     """
-    if budget_bytes is None:
-        budget_bytes = default_budget(problem_of(inventory).graph)
     choices: list[Choice] = []
     rounds = alike(candidates, inventory.step)
-    for count in (n for n in KEEPS if n <= len(rounds)):
+    counts = KEEPS if share is None else (int(share * len(rounds)),)
+    for count in (n for n in counts if n <= len(rounds)):
         kept = tuple(transfer for transfers in rounds[:count] for transfer in transfers)
         problem = problem_of(inventory, budget_bytes, names_of(kept))
         found = best_order(problem.graph, problem.is_steady)
@@ -152,7 +166,8 @@ class Prefetch(DecidingPass[Order]):
     """With `distance`: how many reduces may be in flight; 0 joins each one at once."""
     budget_bytes: int | None = None
     """Most bytes of gathered parameters and unreduced gradients at once. The default is what
-    gathers two buckets ahead of their use, and two reduces in flight, would hold."""
+    gathers two buckets ahead of their use, and two reduces in flight, would hold; under a
+    `memory_budget` more or less, whichever is faster within it."""
     keep: bool = True
     """Let backward read what forward gathered where that fits the budget and is faster: between
     stages 2 and 3, in memory and in traffic. False is stage 3 to the letter, and so is a
@@ -169,7 +184,8 @@ class Prefetch(DecidingPass[Order]):
         """Ranks order alike where they have the same tasks, whatever those take there."""
         inventory = self._inventory(graph, ctx)
         names = [f"{task.name} {task.after}" for task in problem_of(inventory).graph.tasks]
-        return "\n".join([*names, *(str(t.record.kind) for t in inventory.transfers)])
+        room = "" if ctx.level is None else ctx.level.room
+        return "\n".join([room, *names, *(str(t.record.kind) for t in inventory.transfers)])
 
     def decide(self, graph: StepGraph, ctx: Context) -> Order:
         """Search for an order, and for what to keep."""
@@ -181,12 +197,15 @@ class Prefetch(DecidingPass[Order]):
             found = FoundOrder(order, replay(problem.graph, order), f"distance {self.distance}")
             choice = Choice((), problem, found)
         else:
-            budget_bytes, candidates = self.budget_bytes, []
-            if ctx.level is not None and ctx.level.tight and budget_bytes is None:
-                budget_bytes = least_budget(problem_of(inventory).graph)
-            elif self.keep:
-                candidates = keepable(inventory.transfers)
-            choice = choose(inventory, candidates, budget_bytes)
+            candidates = keepable(inventory.transfers) if self.keep else []
+            budget_bytes, share = self.budget_bytes, None
+            if budget_bytes is None:
+                room = Room.USUAL if ctx.level is None else ctx.level.room
+                budget_bytes = budget_for(room, problem_of(inventory).graph, candidates)
+                share = KEPT_SHARE.get(room)
+                if room is Room.LEAST:
+                    candidates = []
+            choice = choose(inventory, candidates, budget_bytes, share)
         result = choice.found.replay
         names = choice.problem.names()
         return Order(

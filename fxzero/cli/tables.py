@@ -59,25 +59,34 @@ def print_schedule(console: Console, row: ScheduleRow) -> None:
 
 def print_memory(console: Console, report: MemoryReport) -> None:
     """A row a layer, equal ones folded, and what is held over time."""
-    table = Table("layers", "kept", "repeated", "not kept", "repeating takes", "gathered")
-    for column in range(1, 6):
+    has_parts = any(row.partitioned for row in report.rows)
+    parts = ["in parts", "not kept", "gathering takes"] if has_parts else []
+    columns = ["kept", "repeated", "not kept", "repeating takes", *parts, "gathered"]
+    table = Table("layers", *columns)
+    for column in range(1, 1 + len(columns)):
         table.columns[column].justify = "right"
     for row in report.rows:
         count = len(row.layers)
         name = row.layers[0] or "(root)"
+        in_parts = [
+            str(row.partitioned),
+            size(row.partitioned_bytes),
+            f"{row.partitioned_us / 1e3:,.2f} ms",
+        ]
         table.add_row(
             name if count == 1 else f"{name} … {row.layers[-1]} ({count})",
             size(row.kept_bytes),
             str(row.repeated),
             size(row.repeated_bytes),
             f"{row.repeated_us / 1e3:,.2f} ms",
+            *(in_parts if has_parts else []),
             size(row.gathered_bytes),
         )
     console.print(table)
     level = "" if report.num_levels is None else f", level {report.level} of {report.num_levels}"
-    tight = ", transfers hold as little as they can" if report.tight else ""
+    room = "" if report.num_levels is None else f", room for transfers: {report.room}"
     console.print(
-        f"graph {report.graph}, memory_budget={report.budget}{level}{tight}; figures are for each "
+        f"graph {report.graph}, memory_budget={report.budget}{level}{room}; figures are for each "
         f"layer\n|{report.curve_text()}| {size(max(report.curve, default=0))}",
         highlight=False,
     )

@@ -3,43 +3,34 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxzero import _compat
-from fxzero._compat import is_symbolic
 from fxzero.capture.fold_layers import Folds
 from fxzero.capture.folded import marked_parameters, reveal
 from fxzero.capture.unfold_layers import unfold
 from fxzero.compiler.config import Config
-from fxzero.compiler.memory_budget import MemoryBudget, Search, Trial, mebibytes, too_small
+from fxzero.compiler.fitting import Fitting
 from fxzero.compiler.pipelines import DECIDING, Pipelines
 from fxzero.compiler.plan import OtherGraphError, Plan
 from fxzero.compiler.run import PassRecord, run_passes
-from fxzero.cost.settings import device_of
 from fxzero.errors import ConfigError, FxZeroWarning, VerificationError
 from fxzero.graph import StepGraph
 from fxzero.graph.aliases import root
 from fxzero.graph.cut import Sides, crossing, cut
-from fxzero.graph.operators import num_bytes
-from fxzero.passes.base import Context, Fact, Level, Pass
+from fxzero.passes.base import Context, Fact, Pass
 from fxzero.passes.decisions import Decisions
 from fxzero.passes.expand_layers import UnequalLayersError
-from fxzero.passes.lower_regions import share_compilation
-from fxzero.passes.recompute import Recompute
+from fxzero.passes.gather_ahead import GatherAhead
 from fxzero.passes.release_saved import private_saved
-from fxzero.regions.region import CACHE
 from fxzero.runtime.executor import executable
-from fxzero.schedule.agreement import agree
-from fxzero.schedule.repetition import Levels
-from fxzero.schedule.simulate import Memory, simulate_memory
-from fxzero.schedule.storage import regions_of
+from fxzero.schedule.simulate import simulate_memory
 from fxzero.sharding.params import ModelState, ParamSpec, spec_of
 
 log = logging.getLogger("fxzero")
@@ -150,7 +141,7 @@ class Compilation:
             self.joint = graph
         budget = self.config.budget
         if budget is not None and graph.num_forward_outputs < len(graph.output_values):
-            self._schedule_within(graph, budget)
+            self.budget_bytes = Fitting(self, graph, budget).run()
             return
         folded = graph.clone() if self.folds.leave_out else None
         try:
@@ -172,87 +163,6 @@ class Compilation:
         self.start_again(self.pipelines)
         self._schedule(graph, leave_out=False)
 
-    def _schedule_within(self, graph: StepGraph, budget: MemoryBudget) -> None:
-        """Decide on the fastest step whose peak is within a budget."""
-        device_type = device_of(graph)
-        budget_bytes = budget.bytes_of(lambda: self.config.cost.device_bytes(device_type))
-        if any(is_symbolic(size) for shape in shapes_of(graph) for size in shape):
-            self.context.warnings.append(
-                f"memory_budget={budget.text!r}: this graph takes batches of any size, and was "
-                "fitted to the size that it was compiled for: a larger batch takes more. Compile "
-                "with dynamic=False for a graph, and a budget, of each size."
-            )
-        about = f"memory {budget_bytes} of {' '.join(map(str, shapes_of(graph)))}"
-        standing_bytes = gradients_before(graph)
-        log.info("memory_budget=%s: %s a rank", budget.text, mebibytes(budget_bytes))
-        found: Levels | None = None
-        compiled = 0
-
-        def look(trial: Trial[_Scheduled]) -> None:
-            """Simulate a trial's memory, by what is known of its regions now."""
-            trial.memory = simulate_memory(trial.step.graph, fuses=self.config.fuses)
-            question = f"{about}: {trial.level} {trial.tight} {compiled} {self.pipelines}"
-            peak_bytes = trial.memory.peak_bytes + standing_bytes
-            trial.peak_bytes = agree(graph.identity, question, peak_bytes)
-            peak = (trial.level, trial.peak_bytes, trial.memory.peak_node)
-            log.info("memory level %d: %d bytes at %s", *peak)
-
-        def attempt(number: int, tight: bool) -> Trial[_Scheduled]:
-            nonlocal found
-            copy = graph.clone()
-            self.start_again(self.pipelines)
-            self.context.level = Level(number, tight, found)
-            self._schedule(copy, leave_out=False)  # layers of a class may be treated differently
-            found = self.context.level.levels
-            decisions = self.context.decisions
-            step = _Scheduled(copy, self.records[:], decisions, self.facts)
-            trial = Trial(number, tight, step, _NOTHING, 0)
-            look(trial)
-            return trial
-
-        search = Search(attempt, budget_bytes)
-        while True:
-            trial = search.run(lambda: found)
-            chosen = trial or search.least
-            if not self._compile_regions(chosen.step.graph):
-                break
-            compiled += 1  # now their memory is known, and not estimated
-            for other in search.trials:
-                look(other)
-        # A rank that has compiled other models may know more of its regions than another one.
-        mine = None if trial is None else [trial.level, trial.tight]
-        agreed = agree(graph.identity, f"{about}: level of {self.pipelines}", mine)
-        if agreed is None:
-            fixed = self.context.decisions.replayed & {"recompute", "prefetch"}
-            raise too_small(
-                budget,
-                budget_bytes,
-                search.least,
-                standing_bytes,
-                given=f"a plan for {', '.join(sorted(fixed))}"
-                if fixed
-                else str(self.config.recompute)
-                if self.config.recompute != Recompute()
-                else "",
-            )
-        trial = search.take(*agreed)
-        # Of all ranks the first one's peak is within the budget; this one's may be a row above.
-        self.budget_bytes = max(budget_bytes, trial.memory.peak_bytes)
-        self.context.level = Level(trial.level, trial.tight, found)  # others were tried behind it
-        graph.become(trial.step.graph)
-        self.records[:] = trial.step.records
-        self.context.decisions = trial.step.decisions
-        self.context.scratch.clear()
-        self.facts = trial.step.facts
-
-    def _compile_regions(self, graph: StepGraph) -> bool:
-        """Compile what will be regions; whether there was something new."""
-        if not self.config.fuses or not CACHE.compiles:
-            return False
-        before = CACHE.compilations
-        CACHE.fill({c.key: c.module for c in share_compilation(regions_of(graph))}, graph.fake_mode)
-        return CACHE.compilations > before
-
     def _schedule(self, graph: StepGraph, *, leave_out: bool) -> None:
         """Unfold a graph, and run the passes that decide on it.
 
@@ -260,6 +170,11 @@ class Compilation:
             UnequalLayersError: layers were left out, and must not be.
             OtherGraphError: the plan does not know the graph.
         """
+        self.unfold(graph, leave_out=leave_out)
+        self.facts = self.run(graph, self.pipelines.scheduling, frozenset())
+
+    def unfold(self, graph: StepGraph, *, leave_out: bool) -> None:
+        """Copy equal layers out, or note that there are some; then everything has its cost."""
         unfold(graph, self.folds, leave_out=leave_out)
         self.stands_for = {
             chain.example.name: tuple(place.name for place in chain.layers)
@@ -267,7 +182,6 @@ class Compilation:
         }
         self.context.fuses = self.config.fuses
         self.context.costs = self.config.cost.make(graph, fuses=self.config.fuses)
-        self.facts = self._run(graph, self.pipelines.scheduling, frozenset())
 
     def start_again(self, pipelines: Pipelines) -> None:
         """Forget what was decided and noted: another graph of the same step comes."""
@@ -277,10 +191,20 @@ class Compilation:
         self.context.decisions = Decisions(decisions.plan, decisions.keep_digest)
         self.context.scratch.clear()
 
-    def _run(
-        self, graph: StepGraph, passes: Sequence[Pass], given: frozenset[Fact]
+    def run(
+        self,
+        graph: StepGraph,
+        passes: Sequence[Pass],
+        given: frozenset[Fact],
+        *,
+        of: Sequence[Pass] = (),
     ) -> frozenset[Fact]:
-        """Run passes, and keep what they say; what is true of the graph then."""
+        """Run passes, and keep what they say; what is true of the graph then.
+
+        Args:
+            of: all passes among which these are the first, or the next; by default there are no
+                others.
+        """
         self.records += run_passes(
             passes,
             graph,
@@ -288,6 +212,7 @@ class Compilation:
             given=given,
             keep_text=self.config.keep_text,
             observe=log_record,
+            of=of,
         )
         self.warn()
         return given.union(*(one.provides for one in passes))
@@ -311,7 +236,7 @@ class Compilation:
         side = StepGraph(module, num_forward_outputs=0, specs=self.specs)
         if self.keep_graphs:
             self.sides.append(side)
-        self._run(side, self.pipelines.lowering, self.facts | {Fact.CUT})
+        self.run(side, self.pipelines.lowering, self.facts | {Fact.CUT})
         is_backward = any(
             node.name.startswith("tangents_") for node in module.graph.find_nodes(op="placeholder")
         )
@@ -331,11 +256,24 @@ class Compilation:
         Raises:
             NotSteadyError: it holds fewer micro-steps than the step has, and cannot.
         """
-        self._run(graph, self.pipelines.lowering, self.facts | {Fact.CUT, Fact.RELEASED})
-        self._verify_peak(graph)
+        given = self.facts | {Fact.CUT, Fact.RELEASED}
+        spare = graph.clone() if self.budget_bytes is not None else None
+        self.run(graph, self.pipelines.lowering, given)
+        if spare is not None and self._excess_bytes(graph):
+            log.info("the budget leaves no room for gathers between two steps")
+            graph.become(spare)
+            del self.records[-len(self.pipelines.lowering) :]
+            self.run(graph, [_waiting(one) for one in self.pipelines.lowering], given)
+            self._verify_peak(graph)
         call = executable(graph, self.states())
         self.folds = Folds()  # no other graph of this step comes
         return call
+
+    def _excess_bytes(self, graph: StepGraph) -> int:
+        """What a lowered graph holds beyond its budget."""
+        assert self.budget_bytes is not None
+        memory = simulate_memory(graph, fuses=self.config.fuses)
+        return max(memory.peak_bytes - self.budget_bytes, 0)
 
     def _verify_peak(self, graph: StepGraph) -> None:
         """See that lowering has not added what the memory budget has no room for.
@@ -343,15 +281,12 @@ class Compilation:
         Raises:
             VerificationError: it has.
         """
-        if self.budget_bytes is None:
-            return
-        memory = simulate_memory(graph, fuses=self.config.fuses)
-        if memory.peak_bytes > self.budget_bytes:
+        excess_bytes = self._excess_bytes(graph)
+        if excess_bytes:
             raise VerificationError(
                 f"memory_budget={self.config.memory_budget!r}: once it is lowered the step holds "
-                f"{memory.peak_bytes} bytes at {memory.peak_node}, and {self.budget_bytes} are "
-                "allowed. Where gathers run between two steps, gather_ahead.enabled=False lets "
-                "them wait for the step that needs them; else allow a little more."
+                f"{excess_bytes} bytes more than the {self.budget_bytes} that are allowed. Allow "
+                "as much more."
             )
 
     def states(self) -> list[ModelState]:
@@ -376,35 +311,9 @@ class Compilation:
             warnings.warn(message, FxZeroWarning, stacklevel=2)
 
 
-@dataclass(frozen=True)
-class _Scheduled:
-    """A graph that passes have decided on."""
-
-    graph: StepGraph
-    records: list[PassRecord]
-    decisions: Decisions
-    facts: frozenset[Fact]
-
-
-def gradients_before(graph: StepGraph) -> int:
-    """What the gradients of an earlier backward take: in the ordinary loop there may be some, to be
-    added to; a whole step keeps none."""
-    if graph.loss is not None:
-        return 0
-    if graph.specs:
-        return sum(math.prod(s.local_shape) * s.dtype.itemsize for s in graph.specs.values())
-    # In one process parameters are inputs like others.
-    outputs = graph.output_values[graph.num_forward_outputs :]
-    return sum(num_bytes(node) for node in outputs if isinstance(node, fx.Node))
-
-
-_NOTHING = Memory(0, "", 0, (), (), 0)
-
-
-def shapes_of(graph: StepGraph) -> list[Any]:
-    """The shapes of a graph's inputs."""
-    inputs = graph.graph.find_nodes(op="placeholder")
-    return [node.meta["val"].shape for node in inputs if _is_tensor_node(node)]
+def _waiting(one: Pass) -> Pass:
+    """The same pass, but no gathers between two steps."""
+    return replace(one, enabled=False) if isinstance(one, GatherAhead) else one
 
 
 observers: list[Callable[[Compilation], None]] = []

@@ -1,12 +1,6 @@
-"""One number for memory: the fastest step whose simulated peak is within it.
+"""One number for memory: what somebody may write, and what is said where nothing fits.
 
-    8GiB  512MiB  400e6  80%  auto  none
-
-Passes give up speed for memory in levels (`fxzero.passes.base.Level`): first recompute repeats
-more, then transfers hold as little as they can. A level is tried by scheduling the whole step and
-simulating its memory, so that everything counts that the engine knows of; the search goes from
-what the last tries came to, and ends at the first level that fits. Where none does, the error
-names the least peak that was found and what it is made of.
+8GiB  512MiB  400e6  80%  auto  none
 """
 
 from __future__ import annotations
@@ -14,14 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from fxzero.errors import ConfigError
-from fxzero.schedule.repetition import Levels
 from fxzero.schedule.simulate import Memory
 from fxzero.settings import Size
-
-T = TypeVar("T")
 
 NO_BUDGET = Size("none")
 MARGIN = 0.1
@@ -77,135 +67,30 @@ class MemoryBudget:
         return int(self.share * device_bytes())
 
 
-@dataclass
-class Trial(Generic[T]):
-    """A level that was tried."""
-
-    level: int
-    tight: bool
-    step: T
-    """What was scheduled."""
-    memory: Memory
-    peak_bytes: int
-    """Of the first rank: all ranks go by it."""
-
-
-class Search(Generic[T]):
-    """The first level whose peak is within a bound.
-
-    Args:
-        attempt: schedules the step at a level.
-        budget_bytes: the bound.
-    """
-
-    def __init__(self, attempt: Callable[[int, bool], Trial[T]], budget_bytes: int) -> None:
-        self._attempt = attempt
-        self._budget_bytes = budget_bytes
-        self.trials: list[Trial[T]] = []
-
-    @property
-    def least(self) -> Trial[T]:
-        """The trial that holds least."""
-        return min(self.trials, key=lambda trial: trial.peak_bytes)
-
-    def run(self, levels: Callable[[], Levels | None]) -> Trial[T] | None:
-        """Find it; None if no level fits.
-
-        Args:
-            levels: known once a level was tried; None if only the first one is there.
-        """
-        first = self.take(0, tight=False)
-        known = levels()
-        for tight in (False, True)[: 1 + bool(first.memory.transfers_bytes)]:
-            top = self.take(0, tight=tight)
-            if self._fits(top):
-                return top
-            if known is not None and len(known) > 1:
-                end = self._end(top, known)
-                if end is not None:
-                    return self._between(top, end, known.kept_bytes)
-        return None
-
-    def _end(self, top: Trial[T], levels: Levels) -> Trial[T] | None:
-        """A level that fits, far down: where the least is kept, but for the last segment, or with
-        it; or before, as what is repeated at once may outweigh what is not kept."""
-        for number in dict.fromkeys((levels.main, len(levels) - 1)):
-            trial = self.take(number, tight=top.tight)
-            if self._fits(trial):
-                return trial
-        return self._lowest(top.level, levels.main, tight=top.tight)
-
-    def _between(self, low: Trial[T], high: Trial[T], kept: list[int]) -> Trial[T]:
-        """The first level that fits between one that does not and one that does."""
-        while high.level - low.level > 1:
-            missing = (low.peak_bytes - self._budget_bytes) / max(
-                low.peak_bytes - high.peak_bytes, 1
-            )
-            wanted = kept[low.level] - missing * (kept[low.level] - kept[high.level])
-            number = next((k for k, left in enumerate(kept) if left <= wanted), high.level)
-            number = min(max(number, low.level + 1), high.level - 1)
-            trial = self.take(number, tight=high.tight)
-            if self._fits(trial):
-                before = self.take(number - 1, tight=high.tight)
-                if not self._fits(before):
-                    return trial
-                high = before
-            else:
-                behind = self.take(number + 1, tight=high.tight)
-                if self._fits(behind):
-                    return behind
-                low = behind
-        return high
-
-    def _lowest(self, left: int, right: int, *, tight: bool) -> Trial[T] | None:
-        """A level that fits among some, looked for where the least is held."""
-        while right - left > 2:
-            a, b = left + (right - left) // 3, right - (right - left) // 3
-            first, second = (self.take(number, tight=tight) for number in (a, b))
-            for trial in (first, second):
-                if self._fits(trial):
-                    return trial
-            if first.peak_bytes <= second.peak_bytes:
-                right = b
-            else:
-                left = a
-        return None
-
-    def _fits(self, trial: Trial[T]) -> bool:
-        return trial.peak_bytes <= self._budget_bytes
-
-    def take(self, level: int, tight: bool) -> Trial[T]:
-        """A level's trial, made if it was not."""
-        for trial in self.trials:
-            if (trial.level, trial.tight) == (level, tight):
-                return trial
-        trial = self._attempt(level, tight)
-        self.trials.append(trial)
-        return trial
-
-
 def too_small(
     budget: MemoryBudget,
     budget_bytes: int,
-    least: Trial[T],
+    least_bytes: int,
+    least: Memory,
     standing_bytes: int,
     given: str = "",
 ) -> ConfigError:
     """What is said where nothing fits.
 
     Args:
-        least: the step that holds least.
+        least_bytes: the least that was found.
+        least: what it is made of.
         standing_bytes: gradients that may be there already.
         given: what leaves less to decide; empty if nothing does.
     """
     rather = f", or do without what is given: {given}" if given else ""
-    parts = sorted(least.memory.by_kind().items(), key=lambda item: -item[1])
+    parts = sorted(least.by_kind().items(), key=lambda item: -item[1])
     parts += [("gradients of an earlier backward", standing_bytes)]
     made_of = ", ".join(f"{kind.replace('_', ' ')} {mebibytes(b)}" for kind, b in parts if b)
     return ConfigError(
         f"memory_budget={budget.text!r} ({mebibytes(budget_bytes)}) is less than this step can do "
-        f"with: {mebibytes(least.peak_bytes)} ({least.peak_bytes} bytes) is the least that was "
-        f"found, at {least.memory.peak_node}: {made_of}. Allow that much, or take smaller batches, "
+        f"with: {mebibytes(least_bytes)} ({least_bytes} bytes) is the least that was "
+        f"found, at {least.peak_node}: {made_of}. Allow that much, or take smaller batches, "
         f"more micro_batches or a higher ZeRO stage{rather}."
     )
 

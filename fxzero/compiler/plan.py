@@ -108,6 +108,11 @@ class Plan:
                 f"--plan {path}: {error.strerror}. Name a file in a folder that exists."
             ) from None
 
+    @property
+    def passes(self) -> frozenset[str]:
+        """Whose decisions it holds, of any graph."""
+        return frozenset(name for decisions in self.graphs.values() for name in decisions)
+
     def decision(self, digest: str, step: DecidingPass[Any]) -> Any:
         """What the plan says for a pass and a graph; None if that shall be decided anew.
 

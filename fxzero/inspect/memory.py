@@ -12,7 +12,8 @@ from fxzero.compiler.compilation import Compilation
 from fxzero.graph import Lane, Phase, StepGraph
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.steady import runs_of
-from fxzero.passes.recompute import Repetitions
+from fxzero.passes.base import Room
+from fxzero.passes.repeat_values import Repetitions
 from fxzero.schedule.simulate import simulate_memory
 from fxzero.schedule.storage import Kind, storages_of
 
@@ -34,8 +35,14 @@ class MemoryRow:
     """What is not kept therefore."""
     repeated_us: float
     """What that takes, by the cost model."""
+    partitioned: int
+    """Values of which only this rank's part is kept."""
+    partitioned_bytes: int
+    """What is not kept therefore."""
+    partitioned_us: float
+    """What gathering them again takes."""
     gathered_bytes: int
-    """Full parameters, in all of the step."""
+    """Full tensors, in all of the step."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +55,8 @@ class MemoryReport:
     """How much more than what is cheap is repeated: a number among `num_levels`; None without a
     budget."""
     num_levels: int | None
-    tight: bool
-    """Whether transfers hold as little as they can."""
+    room: str
+    """How much transfers may hold: `fxzero.passes.base.Room`."""
     rows: tuple[MemoryRow, ...]
     curve: tuple[int, ...]
     """The most bytes held in each of equal parts of the step's tasks."""
@@ -68,7 +75,7 @@ class MemoryReport:
             budget=str(compilation.config.memory_budget),
             level=level.number if level is not None else None,
             num_levels=len(known) if known is not None else None,
-            tight=level.tight if level is not None else False,
+            room=(level.room if level is not None else Room.USUAL).value,
             rows=tuple(_folded(_rows(compilation, graph))),
             curve=tuple(_sampled([held for _, held in memory.curve])),
         )
@@ -97,12 +104,19 @@ def _rows(compilation: Compilation, graph: StepGraph) -> list[MemoryRow]:
             sums[0] += len(value.nodes)
             sums[1] += value.saved_bytes
             sums[2] += value.us
+    parts: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
+    for part in decision.parts if isinstance(decision, Repetitions) else ():
+        for layer in (part.layer, *compilation.stands_for.get(part.layer, ())):
+            sums = parts[layer]
+            sums[0] += 1
+            sums[1] += part.saved_bytes
+            sums[2] += part.us
     gathered: dict[str, int] = defaultdict(int)
     for transfer in graph.transfers():
         if transfer.stamp.lane is Lane.GATHER:
             runs = runs_of(graph, transfer.stamp)
             gathered[transfer.stamp.layer] += transfer.record.full_bytes * runs
-    layers = sorted({*kept, *repeated, *gathered}, key=_natural)
+    layers = sorted({*kept, *repeated, *parts, *gathered}, key=_natural)
     return [
         MemoryRow(
             (layer,),
@@ -110,6 +124,9 @@ def _rows(compilation: Compilation, graph: StepGraph) -> list[MemoryRow]:
             int(repeated[layer][0]),
             int(repeated[layer][1]),
             round(repeated[layer][2], 1),
+            int(parts[layer][0]),
+            int(parts[layer][1]),
+            round(parts[layer][2], 1),
             gathered[layer],
         )
         for layer in layers

@@ -74,7 +74,7 @@ def compile_graph(
         if isinstance(value, nn.Parameter) and value.requires_grad and id(value) in specs
     }
     decompositions = decompositions_of(config)
-    context = Context(optimizer=layout, decompositions=decompositions)
+    context = Context(optimizer=layout, decompositions=decompositions, replays=config.cuda_graph)
     pipelines = partial(step_passes, config, micro_batches, clip_grad_norm, scaled=scaled)
     compilation = Compilation(config, pipelines(), plain=plain, context=context)
     with _compat.collecting_only_new_objects():

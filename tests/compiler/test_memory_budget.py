@@ -1,20 +1,17 @@
-"""Sizes that somebody may write, and the search for the first level that fits."""
+"""Sizes that somebody may write."""
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from fxzero import Config
-from fxzero.compiler.memory_budget import MemoryBudget, Search, Trial
+from fxzero.compiler.memory_budget import MemoryBudget
 from fxzero.cost import device_memory
 from fxzero.cost.settings import CostSettings
 from fxzero.errors import ConfigError
 from fxzero.inspect.capture import fake_ranks
-from fxzero.schedule.simulate import Memory
 
 
 @pytest.mark.parametrize(
@@ -75,63 +72,3 @@ def test_what_a_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alone > 1 << 28
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert CostSettings().device_bytes("cpu") == alone // 4
-
-
-@dataclass
-class Curve:
-    """What the search asks levels."""
-
-    kept_bytes: list[int]
-
-    @property
-    def main(self) -> int:
-        """The last one but one, where there are several."""
-        return max(len(self.kept_bytes) - 2, 0)
-
-    def __len__(self) -> int:
-        return len(self.kept_bytes)
-
-
-def search(peaks: list[int], kept: list[int], budget: int) -> tuple[int | None, int]:
-    """The level that is found on a curve, and how many were tried."""
-
-    def attempt(level: int, tight: bool) -> Trial[None]:
-        memory = Memory(0, "", 0, (), (), transfers_bytes=5)
-        return Trial(level, tight, None, memory, peaks[level] - 5 * tight)
-
-    found: Search[None] = Search(attempt, budget)
-    curve = Curve(kept)
-    trial = found.run(lambda: curve)  # type: ignore[arg-type,return-value]
-    return (None if trial is None else trial.level), len(found.trials)
-
-
-def test_the_first_level_that_fits() -> None:
-    """On falling curves, whatever their shape, in few tries."""
-    rng = random.Random(0)
-    for _ in range(300):
-        count = rng.randint(1, 200)
-        kept = sorted((rng.randint(0, 10_000) for _ in range(count)), reverse=True)
-        least = rng.randint(0, 2000)  # something else holds so much
-        peaks = [100 + max(k, least) for k in kept]
-        budget = rng.randint(peaks[-1], peaks[0] + 10)
-        expected = next(i for i, peak in enumerate(peaks) if peak <= budget)
-        level, tries = search(peaks, kept, budget)
-        assert level == expected
-        assert tries <= 24
-
-
-def test_a_curve_that_rises_again() -> None:
-    """What is repeated at once outweighs what is kept: a level before the last is found."""
-    kept = list(range(1000, 0, -10))
-    peaks = [max(k, 900 - k) + 50 for k in kept]
-    level, _ = search(peaks, kept, 550)
-    assert level is not None
-    assert peaks[level] <= 550
-
-
-def test_transfers_give_way_last() -> None:
-    """Where repeating is not enough they hold less too; and then it may be too much."""
-    kept = list(range(100, 50, -10))
-    assert search(kept, kept, 60)[0] == 4
-    assert search(kept, kept, 56)[0] == 4
-    assert search(kept, kept, 54)[0] is None

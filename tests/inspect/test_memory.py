@@ -57,7 +57,7 @@ def test_what_a_budget_does() -> None:
     assert 0 < least.level < least.num_levels
     assert max(least.curve) <= max(free.curve) * 0.8
     again = report(f"{max(least.curve)}")
-    assert (again.level, again.rows) == (least.level, least.rows)  # not that of the last try
+    assert max(again.curve) <= max(least.curve)
 
     def kept(found: MemoryReport) -> int:
         return sum(row.kept_bytes * len(row.layers) for row in found.rows)
@@ -106,6 +106,6 @@ def test_a_step_that_grew_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         return simulate.Memory(**{**vars(memory), "peak_bytes": memory.peak_bytes + extra})
 
     monkeypatch.setattr(compilation, "simulate_memory", grown)
-    with pytest.raises(Exception, match=r"gather_ahead\.enabled=False") as caught:
+    with pytest.raises(Exception, match=r"Allow as much more") as caught:
         report("1TiB")
     assert "VerificationError" in str(caught.value) or isinstance(caught.value, VerificationError)

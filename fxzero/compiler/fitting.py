@@ -1,0 +1,313 @@
+"""Fit a step into a memory budget: try levels, compile what the tries need, agree on one.
+
+    graph ─ passes that look at no level ─┬─ copy, level 0, room usual ─ passes ─► peak, time
+                                          ├─ copy, level 7, room usual ─ passes ─► peak, time
+                                          └─ …
+
+A try schedules a copy of the whole step and simulates it. Once a level is found its regions are
+compiled, whose memory is known then and not estimated; all tries are looked at again, until
+nothing new was compiled. The level may be a rank's own, where its batch is another one; what
+decides on collectives (the transfers' room, and what is kept in parts) is the first rank's, also
+for a rank that compiles again, alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from fxzero._compat import is_symbolic
+from fxzero.compiler.level_search import Search, Trial
+from fxzero.compiler.memory_budget import MemoryBudget, mebibytes, too_small
+from fxzero.compiler.run import PassRecord
+from fxzero.cost.settings import device_of
+from fxzero.graph import StepGraph
+from fxzero.graph.operators import num_bytes
+from fxzero.passes.base import Fact, Level, Room
+from fxzero.passes.decisions import Decisions
+from fxzero.passes.lower_regions import share_compilation
+from fxzero.passes.lower_transfers import lower_transfers, runs_on_gloo
+from fxzero.passes.prefetch import Order
+from fxzero.passes.recompute import Recompute
+from fxzero.passes.repeat_values import Repetitions
+from fxzero.regions.region import CACHE
+from fxzero.schedule.agreement import agree, agreed
+from fxzero.schedule.keep import keepable
+from fxzero.schedule.repetition_levels import Levels
+from fxzero.schedule.simulate import Memory, simulate_memory
+from fxzero.schedule.storage import regions_of
+
+if TYPE_CHECKING:
+    from fxzero.compiler.compilation import Compilation
+
+log = logging.getLogger("fxzero")
+
+Parts = tuple[tuple[str, str], ...]
+"""Values that are kept in parts, and along which ranks."""
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A graph that passes have decided on."""
+
+    graph: StepGraph
+    records: list[PassRecord]
+    decisions: Decisions
+    facts: frozenset[Fact]
+
+    @property
+    def order(self) -> Order:
+        """When its tasks run."""
+        found = self.decisions.made["prefetch"]
+        assert isinstance(found, Order)
+        return found
+
+    @property
+    def parts(self) -> Parts:
+        """What it keeps in parts."""
+        found = self.decisions.made["recompute"]
+        assert isinstance(found, Repetitions)
+        return tuple((part.value, part.along) for part in found.parts)
+
+
+class Fitting:
+    """One graph on its way into its budget.
+
+    Args:
+        compilation: whose passes run, and who keeps what they say.
+    """
+
+    def __init__(self, compilation: Compilation, graph: StepGraph, budget: MemoryBudget) -> None:
+        self.compilation = compilation
+        self.context = compilation.context
+        self.config = compilation.config
+        self.passes = compilation.pipelines.scheduling
+        self.graph = graph
+        self.budget = budget
+        device = device_of(graph)
+        own_bytes = budget.bytes_of(lambda: self.config.cost.device_bytes(device))
+        # Of parameters ranks may have parts of several sizes; of a batch they mostly have not.
+        self.about = f"memory {budget.text} of {' '.join(map(str, batch_shapes(graph)))}"
+        self.budget_bytes: int = agree(graph.identity, self.about, own_bytes)
+        self.standing_bytes = gradients_before(graph)
+        self.levels: Levels | None = None
+        self.compiled = 0
+        """How often regions were compiled."""
+        self.fixed: tuple[Room, Parts] | None = None
+        """What another rank, or an earlier graph of this structure, has decided."""
+
+    def run(self) -> int:
+        """Let the graph become the fastest step that fits.
+
+        Returns:
+            What bounds its peak on this rank.
+
+        Raises:
+            ConfigError: nothing fits.
+        """
+        log.info("memory_budget=%s: %s a rank", self.budget.text, mebibytes(self.budget_bytes))
+        self._warn_of_sizes()
+        self._run_first()
+        names = " ".join(node.name for node in self.graph.nodes())
+        structure = f"memory {self.budget.text} {self.compilation.pipelines}: {names}"
+        while True:
+            self._take_what_is_decided(structure)
+            trial = self._search()
+            decided = _as_json(trial.room, trial.step.parts)
+            if agree(self.graph.identity, structure, decided) == decided:
+                break
+        self._become(trial)
+        # Of all ranks the first one's peak is within the budget; this one's may be a row above.
+        return max(self.budget_bytes, trial.memory.peak_bytes)
+
+    def _warn_of_sizes(self) -> None:
+        if any(is_symbolic(size) for shape in batch_shapes(self.graph) for size in shape):
+            self.context.warnings.append(
+                f"memory_budget={self.budget.text!r}: this graph takes batches of any size, and "
+                "was fitted to the size that it was compiled for: a larger batch takes more. "
+                "Compile with dynamic=False for a graph, and a budget, of each size."
+            )
+
+    def _run_first(self) -> None:
+        """Run what looks at no level, once. Layers of a class may be treated differently later,
+        so that all of them are there."""
+        self.compilation.unfold(self.graph, leave_out=False)
+        until = next(i for i, one in enumerate(self.passes) if isinstance(one, Recompute))
+        self.first, self.rest = self.passes[:until], self.passes[until:]
+        facts = self.compilation.run(self.graph, self.first, frozenset(), of=self.passes)
+        records, decisions = self.compilation.records[:], copy.copy(self.context.decisions)
+        self.start = Scheduled(self.graph, records, decisions, facts)
+
+    def _take_what_is_decided(self, structure: str) -> None:
+        found: dict[str, Any] | None = agreed(self.graph.identity, structure)
+        if found is not None:
+            parts = tuple((value, along) for value, along in found["parts"])
+            self.fixed = Room(found["room"]), parts
+        self.levels = None
+
+    def _search(self) -> Trial[Scheduled]:
+        """Find the fastest level that fits, by what its regions really take."""
+        rooms = self._rooms()
+        usual = self.fixed[0] if self.fixed is not None else Room.USUAL
+        search = Search(self._attempt, self.budget_bytes, rooms, usual)
+        while True:
+            trial = search.run(lambda: self.levels)
+            # What is estimated may be more than what is held: the first try of all is what a step
+            # without a budget would be.
+            known = [trial] if trial is not None else [search.least, search.trials[0]]
+            new = [self._compile_regions(one.step.graph) for one in known]
+            if not any(new):
+                break
+            self.compiled += 1
+            for other in search.trials:
+                self._look(other)
+        # A rank that has compiled other models may know more of its regions than another one.
+        mine = None if trial is None else [trial.level, trial.room.value]
+        question = f"{self.about}: level of {self.compilation.pipelines} {self.fixed}"
+        found = agree(self.graph.identity, question, mine)
+        if found is None:
+            raise too_small(
+                self.budget,
+                self.budget_bytes,
+                search.least.peak_bytes,
+                search.least.memory,
+                self.standing_bytes,
+                given=self._given(),
+            )
+        level, room = found
+        return search.take(level, Room(room))
+
+    def _rooms(self) -> frozenset[Room]:
+        """What transfers may be given: nothing else than usual where they were told otherwise."""
+        if self.fixed is not None:
+            return frozenset({self.fixed[0]})
+        prefetch = self.config.prefetch
+        decided = "prefetch" in self.context.decisions.planned
+        if decided or prefetch.budget_bytes is not None or prefetch.distance is not None:
+            return frozenset({Room.USUAL})
+        if not prefetch.keep:
+            return frozenset({Room.USUAL, Room.LEAST})
+        return frozenset(Room)
+
+    def _given(self) -> str:
+        """What leaves less to decide."""
+        fixed = self.context.decisions.replayed & {"recompute", "prefetch"}
+        if fixed:
+            return f"a plan for {', '.join(sorted(fixed))}"
+        return str(self.config.recompute) if self.config.recompute != Recompute() else ""
+
+    def _attempt(self, number: int, room: Room) -> Trial[Scheduled]:
+        """Schedule the step at a level."""
+        graph = self.graph.clone()
+        self.context.scratch.clear()
+        self._restore(self.start)
+        parts = None if self.fixed is None else self.fixed[1]
+        level = self.context.level = Level(number, room, parts, self.levels)
+        facts = self.compilation.run(graph, self.rest, self.start.facts, of=self.passes)
+        self.levels = level.levels
+        step = Scheduled(graph, self.compilation.records[:], self.context.decisions, facts)
+        order = step.order
+        again = sum(
+            transfer.record.full_bytes
+            for transfer in keepable(graph.transfers())
+            if transfer.stamp.micro_step == 0
+        )
+        trial = Trial(number, room, step, _NOTHING, 0, order.step_us, order.exposed_us, again)
+        self._look(trial)
+        return trial
+
+    def _look(self, trial: Trial[Scheduled]) -> None:
+        """Simulate a try's memory, by what is known of its regions now."""
+        graph = trial.step.graph
+        if any(map(runs_on_gloo, graph.transfers())):  # what it holds depends on the backend
+            graph = graph.clone()
+            lower_transfers(graph)
+        trial.memory = simulate_memory(graph, fuses=self.config.fuses)
+        question = (
+            f"{self.about}: {trial.level} {trial.room} {self.compiled} {self.fixed} "
+            f"{self.compilation.pipelines}"
+        )
+        peak_bytes = trial.memory.peak_bytes + self.standing_bytes + missing_bytes(graph)
+        trial.peak_bytes = agree(self.graph.identity, question, peak_bytes)
+        log.info(
+            "memory level %d, room %s: %d bytes at %s, %.0f us",
+            trial.level,
+            trial.room,
+            trial.peak_bytes,
+            trial.memory.peak_node,
+            trial.step_us,
+        )
+
+    def _compile_regions(self, graph: StepGraph) -> bool:
+        """Compile what will be regions; whether there was something new."""
+        if not self.config.fuses or not CACHE.compiles:
+            return False
+        before = CACHE.compilations
+        CACHE.fill({c.key: c.module for c in share_compilation(regions_of(graph))}, graph.fake_mode)
+        return CACHE.compilations > before
+
+    def _restore(self, step: Scheduled) -> None:
+        """Let the compilation know of a step, and of no other."""
+        self.compilation.records[:] = step.records
+        decisions = copy.copy(step.decisions)
+        decisions.made = dict(decisions.made)
+        decisions.replayed = set(decisions.replayed)
+        self.context.decisions = decisions
+
+    def _become(self, trial: Trial[Scheduled]) -> None:
+        parts = None if self.fixed is None else self.fixed[1]
+        self.context.level = Level(trial.level, trial.room, parts, self.levels)
+        self.context.scratch.clear()
+        self._restore(trial.step)
+        self.graph.become(trial.step.graph)
+        self.compilation.facts = trial.step.facts
+
+
+def _as_json(room: Room, parts: Parts) -> dict[str, Any]:
+    return {"room": room.value, "parts": [list(part) for part in parts]}
+
+
+def gradients_before(graph: StepGraph) -> int:
+    """What the gradients of an earlier backward take: in the ordinary loop there may be some, to be
+    added to; a whole step keeps none."""
+    if graph.loss is not None:
+        return 0
+    if graph.specs:
+        trained = [graph.specs[key] for key in set(graph.gradients.values())]
+        return sum(math.prod(spec.local_shape) * spec.dtype.itemsize for spec in trained)
+    # In one process parameters are inputs like others.
+    outputs = graph.output_values[graph.num_forward_outputs :]
+    return sum(num_bytes(node) for node in outputs if isinstance(node, fx.Node))
+
+
+def missing_bytes(graph: StepGraph) -> int:
+    """What a rank with the largest parts of all parameters holds beyond this one: more rows of
+    parameters, their optimizer state and their gradients. Whoever answers first answers for it."""
+    found = 0
+    for node in graph.graph.find_nodes(op="placeholder"):
+        source = node.meta.get("fxzero_source")
+        key = source[1] if source is not None and source[0] == "state" else graph.inputs.get(node)
+        spec = graph.specs.get(key) if key is not None else None
+        if spec is None or not spec.is_padded or not spec.shape:
+            continue
+        rows = spec.chunk_rows - spec.local_shape[0]
+        row_bytes = math.prod(spec.shape[1:]) * node.meta["val"].element_size()
+        has_gradient = node in graph.inputs and key in graph.gradients.values()
+        found += rows * row_bytes * (2 if has_gradient else 1)
+    return found
+
+
+def batch_shapes(graph: StepGraph) -> list[Any]:
+    """The shapes of a graph's inputs that are no parameters."""
+    nodes = graph.graph.find_nodes(op="placeholder")
+    inputs = [node.meta.get("val") for node in nodes if node not in graph.inputs]
+    return [value.shape for value in inputs if isinstance(value, torch.Tensor)]
+
+
+_NOTHING = Memory(0, "", 0, (), (), 0)

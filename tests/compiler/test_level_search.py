@@ -1,0 +1,124 @@
+"""The search for the fastest level and room within a bound."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from fxzero.compiler.level_search import Search, Trial
+from fxzero.passes.base import Room
+from fxzero.schedule.simulate import Memory
+
+EVERY = frozenset(Room)
+
+
+@dataclass
+class Curve:
+    """What the search asks levels."""
+
+    kept_bytes: list[int]
+
+    @property
+    def main(self) -> int:
+        """The last one but one, where there are several."""
+        return max(len(self.kept_bytes) - 2, 0)
+
+    def __len__(self) -> int:
+        return len(self.kept_bytes)
+
+
+EXTRA = {Room.ALL: 40, Room.HALF: 20, Room.USUAL: 0, Room.LEAST: -5}
+"""Bytes that a room adds."""
+SAVES = {Room.ALL: 80.0, Room.HALF: 40.0, Room.USUAL: 0.0, Room.LEAST: -30.0}
+"""And the time that it saves."""
+
+
+def search(
+    peaks: list[int],
+    kept: list[int],
+    budget: int,
+    *,
+    exposed_us: float = 0.0,
+    rooms: frozenset[Room] = EVERY,
+    usual: Room = Room.USUAL,
+) -> tuple[Trial[None] | None, int]:
+    """What is found on a curve whose level adds 10 us each, and how many tries that took."""
+
+    def attempt(level: int, room: Room) -> Trial[None]:
+        memory = Memory(0, "", 0, (), (), transfers_bytes=5)
+        us = 1000.0 + 10 * level - SAVES[room]
+        return Trial(level, room, None, memory, peaks[level] + EXTRA[room], us, exposed_us, 40)
+
+    found: Search[None] = Search(attempt, budget, rooms, usual)
+    curve = Curve(kept)
+    trial = found.run(lambda: curve)  # type: ignore[arg-type,return-value]
+    return trial, len(found.trials)
+
+
+def test_the_first_level_that_fits() -> None:
+    """On falling curves, whatever their shape, in few tries."""
+    rng = random.Random(0)
+    for _ in range(300):
+        count = rng.randint(1, 200)
+        kept = sorted((rng.randint(0, 10_000) for _ in range(count)), reverse=True)
+        least = rng.randint(0, 2000)  # something else holds so much
+        peaks = [100 + max(k, least) for k in kept]
+        budget = rng.randint(peaks[-1], peaks[0] + 10)
+        expected = next(i for i, peak in enumerate(peaks) if peak <= budget)
+        trial, tries = search(peaks, kept, budget, rooms=frozenset({Room.USUAL}))
+        assert trial is not None
+        assert trial.level == expected
+        assert tries <= 24
+
+
+def test_a_curve_that_rises_again() -> None:
+    """What is repeated at once outweighs what is kept: a level before the last is found."""
+    kept = list(range(1000, 0, -10))
+    peaks = [max(k, 900 - k) + 50 for k in kept]
+    trial, _ = search(peaks, kept, 550, rooms=frozenset({Room.USUAL}))
+    assert trial is not None
+    assert peaks[trial.level] <= 550
+
+
+KEPT = list(range(100, 50, -10))
+
+
+def test_transfers_give_way_where_nothing_else_fits() -> None:
+    """And then it may be too much."""
+    at_usual, _ = search(KEPT, KEPT, 60)
+    at_least, _ = search(KEPT, KEPT, 56)
+    assert at_usual is not None
+    assert at_least is not None
+    assert (at_usual.level, at_usual.room) == (4, Room.USUAL)
+    assert (at_least.level, at_least.room) == (4, Room.LEAST)
+    assert search(KEPT, KEPT, 54)[0] is None
+
+
+def test_transfers_give_way_where_that_is_faster() -> None:
+    """A room of 30 us less than six levels of 10."""
+    peaks = [104, 104, 104, 104, 104, 104, 100]
+    kept = [100, 99, 98, 97, 96, 95, 90]
+    trial, _ = search(peaks, kept, 100)
+    assert trial is not None
+    assert (trial.level, trial.room) == (0, Room.LEAST)
+
+
+def test_more_room_where_compute_waits() -> None:
+    """As much as fits; none is tried where nothing waits."""
+    for budget, expected in ((200, Room.ALL), (139, Room.ALL), (95, Room.HALF)):
+        trial, _ = search(KEPT, KEPT, budget, exposed_us=500.0)
+        assert trial is not None
+        assert trial.room is expected
+        assert trial.peak_bytes <= budget
+    trial, tries = search(KEPT, KEPT, 200)
+    assert trial is not None
+    assert (trial.room, tries) == (Room.USUAL, 1)
+
+
+def test_only_what_others_have_decided() -> None:
+    """One room."""
+    trial, _ = search(
+        KEPT, KEPT, 90, exposed_us=500.0, rooms=frozenset({Room.LEAST}), usual=Room.LEAST
+    )
+    assert trial is not None
+    assert (trial.level, trial.room) == (1, Room.LEAST)
