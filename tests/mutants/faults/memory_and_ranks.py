@@ -29,12 +29,10 @@ FAULTS = (
     ),
     Fault(
         "dropout is repeated with other numbers",
-        "passes/recompute.py",
-        "if not is_cheap(current) or",
-        "repeated = 'getitem' in str(current.target) or 'dropout' in str(current.target)\n"
-        "        if not (is_cheap(current) or repeated) or",
-        "verify: stage 3",
-        "random node",
+        "passes/repeat_values.py",
+        "if node in states:",
+        "if False:",
+        "tests/passes/test_repeat_values.py::test_a_mask_is_drawn_again_from_the_state_before_it",
     ),
     Fault(
         "a checkpoint does not keep what it hands to the next one",
@@ -52,17 +50,46 @@ FAULTS = (
     ),
     Fault(
         "every level is thought to fit a memory budget",
-        "fxzero/compiler/memory_budget.py",
+        "fxzero/compiler/level_search.py",
         "return trial.peak_bytes <= self._budget_bytes",
         "return True",
-        "tests/compiler/test_memory_budget.py::test_the_first_level_that_fits",
+        "tests/compiler/test_level_search.py::test_the_first_level_that_fits",
     ),
     Fault(
         "what crosses a fence is repeated too",
-        "fxzero/schedule/repetition.py",
+        "fxzero/schedule/repetition_levels.py",
         "value.may_repeat and i not in crossing,",
         "value.may_repeat,",
-        "tests/schedule/test_repetition.py::test_levels_keep_what_crosses_a_fence",
+        "tests/schedule/test_repetition_levels.py::test_levels_keep_what_crosses_a_fence",
+    ),
+    Fault(
+        "a mask is drawn again from a state that something else has drawn from",
+        "passes/repeat_values.py",
+        "with graph.graph.inserting_before(node), graph.made_for(node):\n            found[node]",
+        "with graph.graph.inserting_after(node), graph.made_for(node):\n            found[node]",
+        "tests/passes/test_repeat_values.py::test_a_mask_is_drawn_again_from_the_state_before_it",
+    ),
+    Fault(
+        "a buffer is taken for the same on all ranks",
+        "fxzero/graph/same_on_ranks.py",
+        "found[node] = _common([found.get(source, ()) for source in node.all_input_nodes])",
+        "found[node] = _common([found.get(source) for source in node.all_input_nodes])",
+        "tests/graph/test_same_on_ranks.py::test_what_is_the_same",
+    ),
+    Fault(
+        "a rank cuts its part of a value that it computes by other numbers",
+        "passes/repeat_values.py",
+        'mine = expression(node)\n        if agree(graph.identity, f"{part.value} of '
+        "{node.meta['val'].shape}\", mine) != mine:",
+        "if False:",
+        "tests/passes/test_repeat_values.py::test_a_rank_that_computes_by_other_numbers",
+    ),
+    Fault(
+        "a part is freed while it travels",
+        "passes/release_saved.py",
+        "reader = _wait_of(user) if is_launch(user) else user",
+        "reader = user",
+        "tests/passes/test_repeat_values.py::test_a_part_is_freed_when_it_has_travelled",
     ),
     Fault(
         "a changed buffer is read again by backward",
