@@ -166,7 +166,13 @@ class Recompute(DecidingPass[Repetitions]):
             repeated |= at.repeated
             in_parts |= at.in_parts
         repeated |= {i for i, node in enumerate(found.nodes) if _is_named(node, self.repeat)}
-        in_parts |= {i for i, node in enumerate(found.nodes) if _is_named(node, self.partition)}
+        named = {i for i, node in enumerate(found.nodes) if _is_named(node, self.partition)}
+        if self.partition and not any(found.nodes[i] in found.along for i in named):
+            ctx.warnings.append(
+                f"recompute.partition={list(self.partition)} has no effect: of what it names no "
+                "value is the same on several ranks, lies in one piece and is worth a collective"
+            )
+        in_parts |= named
         return _repetitions(found, repeated, in_parts)
 
     def _values(self, graph: StepGraph, ctx: Context) -> ForwardValues:

@@ -27,6 +27,7 @@ from fxzero.compiler.level_search import Search, Trial
 from fxzero.compiler.memory_budget import MemoryBudget, mebibytes, too_small
 from fxzero.compiler.run import PassRecord
 from fxzero.cost.settings import device_of
+from fxzero.errors import ConfigError
 from fxzero.graph import StepGraph
 from fxzero.graph.operators import num_bytes
 from fxzero.passes.base import Fact, Level, Room
@@ -116,11 +117,17 @@ class Fitting:
         self._run_first()
         names = " ".join(node.name for node in self.graph.nodes())
         structure = f"memory {self.budget.text} {self.compilation.pipelines}: {names}"
+        questions = [structure, f"{structure} {self.about}"]
         while True:
-            self._take_what_is_decided(structure)
+            self._take_what_is_decided(questions[0])
             trial = self._search()
+            if trial is None and self.fixed is not None and len(questions) > 1:
+                del questions[0]  # that was decided for smaller batches
+                continue
+            if trial is None:
+                raise self._too_small()
             decided = _as_json(trial.room, trial.step.parts)
-            if agree(self.graph.identity, structure, decided) == decided:
+            if agree(self.graph.identity, questions[0], decided) == decided:
                 break
         self._become(trial)
         # Of all ranks the first one's peak is within the budget; this one's may be a row above.
@@ -144,18 +151,19 @@ class Fitting:
         records, decisions = self.compilation.records[:], copy.copy(self.context.decisions)
         self.start = Scheduled(self.graph, records, decisions, facts)
 
-    def _take_what_is_decided(self, structure: str) -> None:
-        found: dict[str, Any] | None = agreed(self.graph.identity, structure)
+    def _take_what_is_decided(self, question: str) -> None:
+        found: dict[str, Any] | None = agreed(self.graph.identity, question)
+        self.fixed = None
         if found is not None:
             parts = tuple((value, along) for value, along in found["parts"])
             self.fixed = Room(found["room"]), parts
         self.levels = None
 
-    def _search(self) -> Trial[Scheduled]:
-        """Find the fastest level that fits, by what its regions really take."""
+    def _search(self) -> Trial[Scheduled] | None:
+        """Find the fastest level that fits, by what its regions really take; None if none does."""
         rooms = self._rooms()
         usual = self.fixed[0] if self.fixed is not None else Room.USUAL
-        search = Search(self._attempt, self.budget_bytes, rooms, usual)
+        search = self.search = Search(self._attempt, self.budget_bytes, rooms, usual)
         while True:
             trial = search.run(lambda: self.levels)
             # What is estimated may be more than what is held: the first try of all is what a step
@@ -171,17 +179,18 @@ class Fitting:
         mine = None if trial is None else [trial.level, trial.room.value]
         question = f"{self.about}: level of {self.compilation.pipelines} {self.fixed}"
         found = agree(self.graph.identity, question, mine)
-        if found is None:
-            raise too_small(
-                self.budget,
-                self.budget_bytes,
-                search.least.peak_bytes,
-                search.least.memory,
-                self.standing_bytes,
-                given=self._given(),
-            )
-        level, room = found
-        return search.take(level, Room(room))
+        return None if found is None else search.take(found[0], Room(found[1]))
+
+    def _too_small(self) -> ConfigError:
+        least = self.search.least
+        return too_small(
+            self.budget,
+            self.budget_bytes,
+            least.peak_bytes,
+            least.memory,
+            self.standing_bytes,
+            given=self._given(),
+        )
 
     def _rooms(self) -> frozenset[Room]:
         """What transfers may be given: nothing else than usual where they were told otherwise."""

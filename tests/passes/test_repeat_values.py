@@ -142,6 +142,16 @@ def test_gathers_of_parts_are_placed_like_others() -> None:
     assert inventory.gathers[number].stamp.lane is Lane.GATHER
 
 
+def test_parts_of_what_nobody_else_has() -> None:
+    """Is a setting without effect, which is said."""
+    context = Context()
+    graph = trace(dropped, zero=3)
+    run(graph, up_to("recompute", PARTS), context)
+    assert not find(graph, own_part)
+    (warning,) = context.warnings
+    assert "recompute.partition=['aten.mm'] has no effect" in warning
+
+
 def test_along_the_axis_that_pays() -> None:
     """With two axes the larger one keeps less."""
     graph = partitioned(zero=3, mesh_shape=(2, 4))

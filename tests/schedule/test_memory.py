@@ -6,17 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 
 import fxzero
 from examples.benchmarks.measure import allocated_peak_bytes
 from examples.models import gpt_bench
 from fxzero.compiler.compilation import Compilation, observers
-from fxzero.graph.aliases import is_view
+from fxzero.cost.workspace import rounds_by_place, workspace_bytes
+from fxzero.graph import Phase
+from fxzero.graph.aliases import is_view, root
+from fxzero.regions.cutout import cut_out, is_lowerable
+from fxzero.regions.region import output_roots
 from fxzero.schedule.simulate import simulate_memory
-from fxzero.schedule.storage import Kind
+from fxzero.schedule.storage import Kind, storages_of
 from tests.parity.harness import Pools
 from tests.stepping import chain_of, step_graph
+from tests.tracing import of, scheduled
 
 LIMIT = 0.05
 """How far off a simulated peak may be."""
@@ -148,3 +153,66 @@ def test_a_formula_of_an_operator_makes_no_size_a_constant() -> None:
     finally:
         observers.remove(found.append)
     assert len(found) == 2
+
+
+class Chunked(nn.Module):
+    """Three views of one product, which backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 48, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 16) → scalar."""
+        q, k, v = self.layer(x).chunk(3, -1)
+        return (q.sin() * k.sin() * v.sin()).sum()
+
+
+def test_views_that_leave_a_region_are_in_one_storage() -> None:
+    """As large as what they look at, before the region is compiled and afterwards."""
+    graph = scheduled(of(Chunked, 4, 16), "prefetch", zero=0)
+    product = next(n for n in graph.nodes() if n.target is torch.ops.aten.mm.default)
+    views = [n for n in graph.nodes() if is_view(n) and root(n) is product and n.users]
+    assert len(views) >= 3
+    found = storages_of(graph, fuses=True).of
+    storages = {id(found[view][0]): found[view][0] for view in views if view in found}
+    assert [storage.num_bytes for storage in storages.values()] == [4 * 48 * 4]
+    run = [n for n in graph.nodes(phase=Phase.FORWARD) if is_lowerable(n)]
+    module = cut_out(graph.pieces, run, "test").module()
+    roots, root_bytes = output_roots(module.graph)
+    by_root = dict(zip(roots, root_bytes, strict=True))
+    assert 4 * 48 * 4 in by_root.values()
+
+
+def test_what_mixed_dtypes_copy() -> None:
+    """On CPU each argument that is not of the dtype in which an operator computes."""
+    x = torch.empty(8, 4)
+    assert promoted(x, torch.empty(8, 4, dtype=torch.float64)) == 8 * 4 * 8
+    assert promoted(x, torch.empty(4, dtype=torch.bfloat16)) == 4 * 4
+    assert promoted(x, torch.empty(8, 4, dtype=torch.bool)) == 8 * 4 * 4
+    assert promoted(x, x) == 0
+    assert promoted(x, torch.empty((), dtype=torch.float64)) == 0
+
+
+def promoted(x: Tensor, y: Tensor) -> int:
+    """What a product of two tensors copies."""
+    graph = fx.Graph()
+    nodes = [graph.placeholder("x"), graph.placeholder("y")]
+    for node, value in zip(nodes, (x, y), strict=True):
+        node.meta["val"] = value
+    return workspace_bytes(graph.call_function(torch.ops.aten.mul.Tensor, tuple(nodes)))
+
+
+@pytest.mark.parametrize(("width", "expected"), [(40, True), (48, False)])
+def test_what_rounds_by_its_place(width: int, expected: bool) -> None:
+    """Rows whose end fills no vector: exponentials there are the C library's."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, width)
+    for target, inexact in (
+        (torch.ops.aten.exp.default, True),
+        (torch.ops.aten.neg.default, False),
+    ):
+        node = graph.call_function(target, (x,))
+        node.meta["val"] = torch.empty(4, width)
+        assert rounds_by_place(node) is (expected and inexact)
