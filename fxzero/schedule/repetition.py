@@ -19,6 +19,8 @@ import networkx as nx
 
 TRIES = 64
 """Most branches of `fastest_within`."""
+NEAR = 0.01
+"""How much less time a choice must promise to be looked at."""
 POINTS = 16
 """Most Pareto points of a segment."""
 
@@ -175,7 +177,8 @@ def fastest_within(values: Sequence[Value], most_bytes: int, tries: int = TRIES)
 
     Branch and bound: a price that is paid for all bytes bounds what any choice can take (the
     Lagrangian dual, Geoffrion 1974), and the two choices that are best at that price differ in
-    what to branch on. Exact unless it ends by `tries`, when it is the best that was found.
+    what to branch on. Within `NEAR` of the optimum, unless it ends by `tries`, when it is the best
+    that was found.
     """
     best: Closure | None = None
     left = tries
@@ -184,7 +187,7 @@ def fastest_within(values: Sequence[Value], most_bytes: int, tries: int = TRIES)
         left -= 1
         node = stack.pop()
         more, less, bound = _dual(node, most_bytes)
-        if less is None or (best is not None and bound >= best.us * (1 - 1e-9)):
+        if less is None or (best is not None and bound >= best.us * (1 - NEAR)):
             continue
         if best is None or less.us < best.us:
             best = less

@@ -10,6 +10,7 @@ at once, is the last to be repeated. Each step of that order is a level.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -100,14 +101,14 @@ def levels(values: Sequence[Value], base: Collection[int] = ()) -> Levels:
     fences = best_fences(values)
     found = Levels(values, frozenset(base), fences)
     crossing = crossers(values, fences)
-    known: dict[tuple[object, ...], list[tuple[Chosen, float]]] = {}
+    known: dict[tuple[object, ...], tuple[tuple[Chosen, float], ...]] = {}
     apart_bytes = max(FINEST * sum(value.num_bytes for value in values), 1)
     for number, (begin, end) in enumerate(_between(len(values), fences)):
         own = _segment(values, begin, end, crossing)
         cheap = frozenset(i - begin for i in base if begin <= i < end)
         key = (cheap, *own)
         if key not in known:
-            known[key] = list(_points(own, cheap, apart_bytes))
+            known[key] = _points(tuple(own), cheap, apart_bytes)
         points = known[key]
         found.chosen.append([point.behind(begin) for point, _ in points])
         found.steps += [Step(number, i, price) for i, (_, price) in enumerate(points) if i]
@@ -118,13 +119,21 @@ def levels(values: Sequence[Value], base: Collection[int] = ()) -> Levels:
     return found
 
 
+@functools.lru_cache(maxsize=256)
 def _points(
-    values: Sequence[Value], base: frozenset[int], apart_bytes: float
-) -> Iterator[tuple[Chosen, float]]:
+    values: tuple[Value, ...], base: frozenset[int], apart_bytes: float
+) -> tuple[tuple[Chosen, float], ...]:
     """A segment's choices, the most bytes first, and the price at which each is taken.
 
-    The convex front, and where its points lie far apart the best choices between them.
+    The convex front, and where its points lie far apart the best choices between them. Kept for
+    the process: the same segments come again with another budget.
     """
+    return tuple(_each_point(values, base, apart_bytes))
+
+
+def _each_point(
+    values: Sequence[Value], base: frozenset[int], apart_bytes: float
+) -> Iterator[tuple[Chosen, float]]:
     front = pareto(values, closure(values, base))
     yield Chosen(base, front[0].in_parts), 0.0
     for more, less in pairwise(front):

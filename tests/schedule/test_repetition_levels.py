@@ -83,8 +83,9 @@ def test_equal_layers_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(repetition_levels, "pareto", count)
+    repetition_levels._points.cache_clear()
     levels(chain_of_layers(96))
-    assert len(solved) <= 4
+    assert 1 <= len(solved) <= 4
 
 
 def test_what_is_cheap_is_repeated_at_every_level() -> None:
