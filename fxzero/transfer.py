@@ -50,6 +50,9 @@ class Transfer:
     dtype: torch.dtype = torch.float32
     op: str = ""
     """How a reduction combines: ``"avg"`` or ``"sum"``."""
+    alike: str = ""
+    """What every rank that takes part must have computed alike, as a digest: ranks compare it with
+    the rest of what they run."""
     axis: str = ""
     """The role of the mesh axis that it runs along; empty for a model's own transfers."""
     resource: str = LINK

@@ -252,7 +252,6 @@ class Recompute(DecidingPass[Repetitions]):
 
         Raises:
             ConfigError: the decision names what is no forward node, or ranks that do not have it.
-            CaptureError: what this rank would cut is not what the others have.
         """
         nodes = {n.name: n for n in graph.nodes(phase=Phase.FORWARD)}
         made: dict[fx.Node, fx.Node] = {}

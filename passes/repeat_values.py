@@ -17,16 +17,13 @@ import torch
 from torch import Tensor, fx
 
 from fxzero._compat import copy_node
-from fxzero.errors import CaptureError, ConfigError
+from fxzero.errors import ConfigError
 from fxzero.graph import Phase, StepGraph
-from fxzero.graph.modules import module_path
-from fxzero.graph.node_text import source_line
 from fxzero.graph.operators import can_draw_again
-from fxzero.graph.same_on_ranks import can_be_cut, expression, same_on_ranks
+from fxzero.graph.same_on_ranks import can_be_cut, same_on_ranks
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.decision import Decision
 from fxzero.runtime.random import STATE_BYTES, DrawAgain, generator_state
-from fxzero.schedule.agreement import agree
 from fxzero.schedule.parts import emit_gather_again, emit_own_part
 
 
@@ -123,14 +120,6 @@ def cut_parts(
             raise ConfigError(
                 f"the plan keeps {part.value!r} in parts along {part.along!r}: no such value of "
                 f"forward is the same there; it is along {', '.join(alongs) or 'nothing'}"
-            )
-        mine = expression(node)
-        if agree(graph.identity, f"{part.value} of {node.meta['val'].shape}", mine) != mine:
-            raise CaptureError(
-                f"{part.value}, from {source_line(node) or 'the forward'}, would be kept in parts "
-                f"by the ranks along {part.along!r}, but this rank computes it by other numbers "
-                "than the first one. Compute alike on all ranks what is computed from parameters "
-                f"alone, or keep it whole: recompute.save=[{module_path(node)!r}]."
             )
         along = alongs[part.along]
         own = emit_own_part(graph, node, along)

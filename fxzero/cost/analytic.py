@@ -28,7 +28,7 @@ from fxzero._compat import hint, hinted
 from fxzero.cost.cluster import ClusterSpec
 from fxzero.cost.model import TransferCost
 from fxzero.graph.aliases import is_view
-from fxzero.graph.operators import draws_numbers, num_bytes, tensor_bytes
+from fxzero.graph.operators import num_bytes, tensor_bytes, uses_generator
 from fxzero.graph.pieces import Piece, Pieces, is_call
 from fxzero.graph.stamps import Role, stamp_of
 from fxzero.regions.cutout import cut_out, runs
@@ -141,7 +141,7 @@ def work_of(nodes: Sequence[fx.Node]) -> Work:
             streamed += _update_bytes(node)
             kernels += 1
             continue
-        if draws_numbers(node):
+        if uses_generator(node):
             num_random += _numbers_in(node)
         chain_of[node] = True
         read = 0

@@ -31,7 +31,7 @@ def is_random(node: fx.Node) -> bool:
     return _argument(node, "dropout_p") != 0
 
 
-def draws_numbers(node: fx.Node) -> bool:
+def uses_generator(node: fx.Node) -> bool:
     """Whether a node draws random numbers, new ones or the same ones again."""
     return is_random(node) or bool(getattr(node.target, "draws_again", False))
 

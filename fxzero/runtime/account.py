@@ -29,6 +29,7 @@ def collectives_digest(graph: StepGraph) -> str:
         words += [str(graph.specs[k].shape) for k in stamp.params if k in graph.specs]
         # Not the group's name: ranks of other groups along the same axis have names of their own.
         words += [record.kind.value, record.axis, str(record.size), record.op, str(record.dtype)]
+        words.append(record.alike)
         if not stamp.params and record.kind is not TransferKind.ALL_TO_ALL:
             words.append(str(record.full_bytes))  # an all-to-all may send each rank another size
         digest.update(("|".join(words) + "\n").encode())

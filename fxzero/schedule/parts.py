@@ -8,11 +8,13 @@ backward    dw = mm(t(y), g)            →   gather_y = all_gather([part], 8, "
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, fx
 
 from fxzero.graph.launch import emit_launch, emit_part, emit_wait
-from fxzero.graph.same_on_ranks import Along
+from fxzero.graph.same_on_ranks import Along, expression
 from fxzero.graph.stamps import Lane, Phase, Role, stamp_of
 from fxzero.graph.step_graph import StepGraph
 from fxzero.runtime.parts import own_part, part_length
@@ -58,7 +60,8 @@ def emit_gather_again(
         part: this rank's part of it.
     """
     value: Tensor = node.meta["val"]
-    record = part_record(value, along)
+    # Cut by ranks that have computed it by other numbers, it would be nobody's.
+    record = replace(part_record(value, along), alike=expression(node))
     stamp = stamp_of(node).but(
         phase=Phase.BACKWARD,
         lane=Lane.GATHER,

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxzero.errors import CaptureError, ConfigError, VerificationError
-from fxzero.graph import Lane, Phase, Role, StepGraph
-from fxzero.graph.stamps import stamp_of
+import fxzero
+from fxzero.errors import ConfigError, RanksDisagreeError, VerificationError
+from fxzero.graph import Lane, Phase, StepGraph
+from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.graph.verify import verify
 from fxzero.passes import Context, Fact, Prefetch, Recompute
 from fxzero.passes.release_saved import last_reader
 from fxzero.passes.repeat_values import Partitioned, Repetitions
+from fxzero.runtime.account import collectives_digest
 from fxzero.runtime.parts import own_part
 from fxzero.runtime.random import DrawAgain, dropout_mask, generator_state
 from fxzero.schedule.inventory import Inventory
+from tests.parity.harness import Pools
 from tests.tracing import Build, find, of, run, scheduled, sides, trace, up_to
 
 _aten = torch.ops.aten
@@ -40,13 +46,14 @@ class Dropped(nn.Module):
 class Expanded(nn.Module):
     """A dear function of a parameter that both factors' gradients read."""
 
-    def __init__(self) -> None:
+    def __init__(self, twice: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(70))
+        self.twice = twice
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 70) → scalar."""
-        return (x @ (self.weight @ self.weight)).sin().sum()
+        return (x @ (self.weight @ (self.weight * (2.0 if self.twice else 1.0)))).sin().sum()
 
 
 dropped = of(Dropped, 1536, 64)
@@ -180,15 +187,38 @@ def test_a_plan_for_what_ranks_do_not_share() -> None:
         Recompute().apply(graph, decision, Context())
 
 
-def test_a_rank_that_computes_by_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is told, before it would gather what is not its own."""
-    from fxzero.passes import repeat_values
+def test_a_rank_that_computes_by_other_numbers() -> None:
+    """Runs other collectives, which ranks compare before the first wait."""
 
-    graph = trace(expanded, zero=3)
-    run(graph, up_to("draw_masks"))
-    monkeypatch.setattr(repeat_values, "agree", lambda *_: "of another rank")
-    decision = Repetitions((), (Partitioned("mm", "shard", 0, "", 0.0),))
-    with pytest.raises(CaptureError, match="by other numbers than the first one"):
-        Recompute().apply(graph, decision, Context())
-    assert not find(graph, own_part)
-    assert all(stamp_of(node).role is not Role.LAUNCH for node in graph.nodes())
+    def alike(twice: bool) -> str:
+        graph = partitioned(of(lambda: Expanded(twice), 4, 70), zero=3)
+        (transfer,) = [t for t in graph.transfers() if t.of_activations]
+        before, found = collectives_digest(graph), transfer.record.alike
+        changed = replace(transfer.record, alike="another")
+        set_stamp(transfer.launch, transfer.stamp.but(transfer=changed))
+        assert collectives_digest(graph) != before
+        return found
+
+    assert alike(twice=False) == alike(twice=False) != alike(twice=True)
+
+
+def other_numbers(*, differ: bool) -> str:
+    """Job: two graphs of one structure, with numbers that change, or that are each rank's own."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = fxzero.shard(Expanded(), zero=3)
+    options = {"recompute": {"partition": ["aten.mm"]}, "lower_regions": {"backend": "eager"}}
+    compiled = torch.compile(model, backend="fxzero", options=options)
+    try:
+        for twice in (False, True):
+            model.twice = twice != (differ and dist.get_rank() == 1)
+            compiled(torch.randn(4, 70, requires_grad=True)).backward()
+    except RanksDisagreeError:
+        return "refused"
+    return "trained"
+
+
+def test_numbers_that_change_on_all_ranks(ranks: Pools) -> None:
+    """Are another graph, and no disagreement; numbers of a rank's own are one."""
+    for differ, expected in ((False, "trained"), (True, "refused")):
+        assert ranks(2).run(other_numbers, differ=differ) == [expected] * 2

@@ -78,10 +78,9 @@ FAULTS = (
     ),
     Fault(
         "a rank cuts its part of a value that it computes by other numbers",
-        "passes/repeat_values.py",
-        'mine = expression(node)\n        if agree(graph.identity, f"{part.value} of '
-        "{node.meta['val'].shape}\", mine) != mine:",
-        "if False:",
+        "fxzero/runtime/account.py",
+        "words.append(record.alike)",
+        "pass",
         "tests/passes/test_repeat_values.py::test_a_rank_that_computes_by_other_numbers",
     ),
     Fault(
