@@ -130,6 +130,41 @@ def one_more(x: Tensor, *_: Any, **__: Any) -> int:
     return tensor_bytes(x) if x.device.type == "cpu" else 0
 
 
+@register_workspace_formula(_aten._fft_r2c)
+@register_workspace_formula(_aten._fft_c2c)
+def fft_workspace(x: Tensor, dim: Sequence[int], *_: Any, **__: Any) -> int:
+    """A copy whose last dim is one that is transformed, where the input's is not; on CPU."""
+    if x.device.type != "cpu" or x.dim() - 1 in [d % x.dim() for d in dim]:
+        return 0
+    return tensor_bytes(x)
+
+
+@register_workspace_formula(_aten._fft_c2r)
+def fft_to_real_workspace(x: Tensor, dim: Sequence[int], *_: Any, **__: Any) -> int:
+    """Of several dims all but the last are transformed before, in copies; on CPU."""
+    if x.device.type != "cpu":
+        return 0
+    return 2 * tensor_bytes(x) if len(dim) > 1 else fft_workspace(x, dim)
+
+
+@register_workspace_formula(_aten.upsample_nearest2d)
+@register_workspace_formula(_aten.upsample_bilinear2d)
+def upsample_workspace(x: Tensor, size: Sequence[int] | None, *rest: Any, **__: Any) -> int:
+    """Copies of input and result with channels last, on CPU."""
+    if x.device.type != "cpu" or not x.is_contiguous():
+        return 0
+    if size is None:
+        factors = rest[-1]
+        size = [int(n * f) for n, f in zip(x.shape[2:], factors, strict=True)]
+    return tensor_bytes(x) + tensor_bytes(x) // (x.shape[2] * x.shape[3]) * size[0] * size[1]
+
+
+@register_workspace_formula(_aten.linalg_matrix_exp)
+def matrix_exp_workspace(x: Tensor, *_: Any, **__: Any) -> int:
+    """Powers and polynomials, on CPU: twelve times the input where a norm is large, ten else."""
+    return 12 * tensor_bytes(x) if x.device.type == "cpu" else 0
+
+
 @register_workspace_formula(_aten._safe_softmax)
 def safe_softmax_workspace(x: Tensor, *_: Any, **__: Any) -> int:
     """Which elements are -inf, a byte for each."""

@@ -196,11 +196,87 @@ def test_what_mixed_dtypes_copy() -> None:
 
 def promoted(x: Tensor, y: Tensor) -> int:
     """What a product of two tensors copies."""
+    return simulated_workspace(_aten.mul.Tensor, x, y)
+
+
+_aten = torch.ops.aten
+
+
+def simulated_workspace(operator: Any, *args: Any) -> int:
+    """Bytes that an operator is thought to hold beside arguments and results."""
     graph = fx.Graph()
-    nodes = [graph.placeholder("x"), graph.placeholder("y")]
-    for node, value in zip(nodes, (x, y), strict=True):
+
+    def node_of(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        node = graph.placeholder("x")
         node.meta["val"] = value
-    return workspace_bytes(graph.call_function(torch.ops.aten.mul.Tensor, tuple(nodes)))
+        return node
+
+    return workspace_bytes(graph.call_function(operator, tuple(map(node_of, args))))
+
+
+def measured_workspace(operator: Any, *args: Any) -> int:
+    """What it allocates at most, without its result."""
+    operator(*args)
+    kept: list[Tensor] = []
+    peak = allocated_peak_bytes(lambda: kept.append(operator(*args)))
+    return peak - kept[0].untyped_storage().nbytes()
+
+
+REAL, COMPLEX = (8, 64, 100), (8, 64, 65)
+LAST_CHANNELS = torch.randn(2, 8, 16, 16).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("operator", "args"),
+    [
+        pytest.param(_aten._fft_r2c.default, (torch.randn(REAL), [2], 0, True), id="r2c"),
+        pytest.param(_aten._fft_r2c.default, (torch.randn(REAL), [1], 0, True), id="r2c-inner"),
+        pytest.param(_aten._fft_r2c.default, (torch.randn(REAL), [1, 2], 0, True), id="r2c-two"),
+        *(
+            pytest.param(
+                _aten._fft_c2c.default,
+                (torch.randn(COMPLEX, dtype=torch.complex64), dim, 0, True),
+                id=f"c2c-{len(dim)}-{dim[0]}",
+            )
+            for dim in ([2], [1], [1, 2])
+        ),
+        *(
+            pytest.param(
+                _aten._fft_c2r.default,
+                (torch.randn(COMPLEX, dtype=torch.complex64), dim, 2, 128),
+                id=f"c2r-{len(dim)}",
+            )
+            for dim in ([2], [1, 2])
+        ),
+        pytest.param(
+            _aten.upsample_bilinear2d.default,
+            (torch.randn(2, 3, 16, 16), [20, 24], False),
+            id="bilinear",
+        ),
+        pytest.param(
+            _aten.upsample_nearest2d.vec,
+            (torch.randn(2, 8, 16, 16), None, [2.0, 0.5]),
+            id="nearest",
+        ),
+        pytest.param(
+            _aten.upsample_nearest2d.default, (LAST_CHANNELS, [32, 32]), id="nearest-channels-last"
+        ),
+    ],
+)
+def test_what_operators_hold_while_they_run(operator: Any, args: tuple[Any, ...]) -> None:
+    """To the byte what torch allocates."""
+    assert simulated_workspace(operator, *args) == measured_workspace(operator, *args)
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 9.0])
+def test_a_matrix_exponential_holds_no_more_than_simulated(scale: float) -> None:
+    """Which polynomial it takes depends on the norm."""
+    x = scale * torch.randn(2, 64, 64)
+    measured = measured_workspace(_aten.linalg_matrix_exp.default, x)
+    simulated = simulated_workspace(_aten.linalg_matrix_exp.default, x)
+    assert simulated / 3 < measured <= simulated + 1024
 
 
 @pytest.mark.parametrize(("width", "expected"), [(40, True), (48, False)])
