@@ -281,7 +281,7 @@ class TrainStep:
         warnings.warn(
             "compile_step trains in several graphs: forward and loss could not be traced as one."
             f"\n{error}\nNumbers are the same; updates wait for the whole backward"
-            f"{', and memory_budget bounds each graph by itself' if self._config.budget else ''}. "
+            f"{_BUDGET_OF_PARTS if self._config.budget else ''}. "
             "Rewrite what it names for one graph; strict=True makes this an error.",
             FxZeroWarning,
             stacklevel=6,  # the line that calls the step, which a decorator stands before
@@ -450,6 +450,12 @@ class TrainStep:
             result = self._result = run(binder(inputs, scale))
             sync_buffers(self._state)
         return (result[0],)
+
+
+_BUDGET_OF_PARTS = (
+    ", and memory_budget bounds each graph by itself, and nothing of what Dynamo leaves to eager "
+    "code (all of a function with a graph break in a loop)"
+)
 
 
 def _weakly(step: TrainStep, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -120,6 +120,20 @@ def test_micro_batches_in_one_process(zero: int | None) -> None:
     assert_same(full_parameters(mine), expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("budget", ["none", "1GiB"])
+def test_of_what_a_memory_budget_is_no_bound(budget: str) -> None:
+    """The warning says so, where there is one."""
+    mine = model()
+    optimizer = torch.optim.AdamW(mine.parameters())
+    step = fxzero.compile_step(mine, optimizer, options={**OPTIONS, "memory_budget": budget})
+    with pytest.warns(fxzero.FxZeroWarning, match="several graphs") as warned:
+        step(batch(0))
+    text = str(warned[0].message)
+    assert ("eager code (all of a function with a graph break in a loop)" in text) == (
+        budget != "none"
+    )
+
+
 def test_a_gradient_that_is_not_finite_stops_the_loop_too() -> None:
     """``stop_unless_finite`` names the parameters and changes nothing."""
     mine = model()
