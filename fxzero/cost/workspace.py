@@ -40,10 +40,14 @@ def register_workspace_formula(
 
 def workspace_bytes(node: fx.Node) -> int:
     """Bytes that a node's operator holds while it runs, its arguments and results aside."""
-    formula = _formulas.get(getattr(node.target, "overloadpacket", None)) if _formulas else None
+    target: Any = node.target
+    arguments = node.args
+    if getattr(target, "draws_again", False):  # the same operator, behind its generator's state
+        target, arguments = target.target, arguments[1:]
+    formula = _formulas.get(getattr(target, "overloadpacket", None)) if _formulas else None
     if formula is None:
         return promoted_bytes(node)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: hinted_value(n.meta["val"]))
+    args, kwargs = fx.map_arg((arguments, node.kwargs), lambda n: hinted_value(n.meta["val"]))
     return formula(*args, **kwargs)
 
 

@@ -13,6 +13,7 @@ computed by, which ranks compare before they rely on it.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -137,7 +138,8 @@ def _common(sources: list[Sets | None]) -> Sets | None:
 
 
 def expression(node: fx.Node) -> str:
-    """A digest of all that a value is computed by: operators, numbers, shapes, parameters."""
+    """A digest of all that a value is computed by: operators, numbers, shapes, parameters, and
+    which of the model's own transfers."""
     texts: dict[fx.Node, str] = {}
     order: list[fx.Node] = []
     stack = [node]
@@ -154,7 +156,7 @@ def expression(node: fx.Node) -> str:
         shape = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else ""
         if _is_source(top):
             names = [key.partition("/")[2] for key in stamp_of(top).params]
-            text = f"{names} {shape}"
+            text = f"{names} {_place_of_transfer(top)} {shape}"
         else:
             args = fx.map_arg((top.args, top.kwargs), lambda n: texts[n])
             text = f"{top.target} {args} {shape}"
@@ -165,6 +167,16 @@ def expression(node: fx.Node) -> str:
 def _is_source(node: fx.Node) -> bool:
     """Whether a value is the same whatever it is made of: a parameter, or behind a transfer."""
     return node.op != "call_function" or stamp_of(node).role in (Role.UNSHARD, Role.WAIT)
+
+
+def _place_of_transfer(node: fx.Node) -> int:
+    """How many launches come before the one that a wait joins, which all ranks make in one order;
+    -1 for what joins none."""
+    if node.op != "call_function" or stamp_of(node).role is not Role.WAIT:
+        return -1
+    launch = node.all_input_nodes[0]
+    before = itertools.takewhile(lambda other: other is not launch, launch.graph.nodes)
+    return sum(n.op == "call_function" and stamp_of(n).role is Role.LAUNCH for n in before)
 
 
 def can_be_cut(value: Any) -> bool:

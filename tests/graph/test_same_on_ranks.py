@@ -103,3 +103,32 @@ def test_other_numbers_are_another_expression() -> None:
     assert sums(first) == sums(again)
     assert sums(first)[0] == sums(second)[0]
     assert sums(first)[1] != sums(second)[1]
+
+
+class Twice(nn.Module):
+    """Two gathers of equal shapes, of which one is read on."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.first = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 8) → scalar."""
+        mine = self.layer(x)
+        found = [
+            funcol.all_gather_tensor_autograd(each, 0, world()) for each in (mine, mine.square())
+        ]
+        return found[0 if self.first else 1].sin().sum() + sum(each.sum() for each in found)
+
+
+def test_another_transfer_is_another_expression() -> None:
+    """Ranks that read different results of one sequence of transfers do not have the same."""
+
+    def digest(first: bool) -> str:
+        graph, _ = traced(of(lambda: Twice(first), 4, WIDTH))
+        (sin,) = forward(graph, _aten.sin.default)
+        return expression(sin)
+
+    assert digest(True) == digest(True)
+    assert digest(True) != digest(False)

@@ -17,6 +17,7 @@ from fxzero.graph import Phase
 from fxzero.graph.aliases import is_view, root
 from fxzero.regions.cutout import cut_out, is_lowerable
 from fxzero.regions.region import output_roots
+from fxzero.runtime.random import DrawAgain
 from fxzero.schedule.simulate import simulate_memory
 from fxzero.schedule.storage import Kind, storages_of
 from tests.parity.harness import Pools
@@ -268,6 +269,15 @@ LAST_CHANNELS = torch.randn(2, 8, 16, 16).to(memory_format=torch.channels_last)
 def test_what_operators_hold_while_they_run(operator: Any, args: tuple[Any, ...]) -> None:
     """To the byte what torch allocates."""
     assert simulated_workspace(operator, *args) == measured_workspace(operator, *args)
+
+
+def test_an_operator_that_draws_again_holds_what_it_held_before() -> None:
+    """Behind its generator's state, which is its first argument."""
+    x, state = torch.randn(64, 64), torch.get_rng_state()
+    dropout = _aten.native_dropout.default
+    expected = simulated_workspace(dropout, x, 0.5, True)
+    assert expected > 0
+    assert simulated_workspace(DrawAgain(dropout, "cpu"), state, x, 0.5, True) == expected
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 9.0])
