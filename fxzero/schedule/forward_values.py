@@ -14,7 +14,7 @@ from fxzero.cost.analytic import value_bytes
 from fxzero.cost.model import CostModel
 from fxzero.cost.workspace import fuses_into_readers, is_reduction, rounds_by_place
 from fxzero.graph import Phase, Role, StepGraph
-from fxzero.graph.aliases import is_view
+from fxzero.graph.aliases import is_view, root
 from fxzero.graph.launch import record_for
 from fxzero.graph.operators import can_draw_again, is_pure, num_bytes, tensor_bytes
 from fxzero.graph.same_on_ranks import Along, Alongs, can_be_cut, same_on_ranks
@@ -65,8 +65,9 @@ def is_handed_on(node: fx.Node) -> bool:
 
 
 def reads_what_changes(graph: StepGraph, node: fx.Node) -> bool:
-    """Whether a node reads an input that the forward changes: later it would read another value."""
-    return not graph.mutated.isdisjoint(node.all_input_nodes)
+    """Whether a node reads an input that the forward changes, or a view of one: later it would read
+    another value."""
+    return bool(graph.mutated) and not graph.mutated.isdisjoint(map(root, node.all_input_nodes))
 
 
 def forward_values(

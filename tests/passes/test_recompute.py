@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxzero.errors import ConfigError
 from fxzero.graph import Phase, StepGraph
+from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import is_random
 from fxzero.graph.stamps import stamp_of
 from fxzero.passes import Recompute
@@ -226,6 +227,32 @@ def test_what_reads_a_changed_input_is_saved() -> None:
     """It is cheap, and repeated later it would be another value."""
     graph = scheduled(of(ChangesBuffer, 4, 8), "recompute", zero=0)
     (shift,) = graph.mutated
+    assert all(stamp_of(user).phase is Phase.FORWARD for user in shift.users)
+
+
+class ChangesWhatAViewShows(nn.Module):
+    """The same, read through a transposed view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("shift", torch.rand(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(4, 8) → scalar."""
+        y = self.layer(x + self.shift.t() * 2)
+        self.shift.mul_(3)
+        return y.sum()
+
+
+def test_what_reads_a_view_of_a_changed_input_is_saved() -> None:
+    """By hand, too: everything is repeated but that."""
+    by_hand = Recompute(repeat=("*",))
+    graph = scheduled(of(ChangesWhatAViewShows, 4, 8), "recompute", by_hand, zero=0)
+    (shift,) = graph.mutated
+    readers = [user for view in shift.users for user in view.users if is_view(view)]
+    assert readers
+    assert all(stamp_of(user).phase is Phase.FORWARD for user in readers)
     assert all(stamp_of(user).phase is Phase.FORWARD for user in shift.users)
 
 
