@@ -153,12 +153,14 @@ def fft_to_real_workspace(x: Tensor, dim: Sequence[int], *_: Any, **__: Any) -> 
 
 @register_workspace_formula(_aten.upsample_nearest2d)
 @register_workspace_formula(_aten.upsample_bilinear2d)
-def upsample_workspace(x: Tensor, size: Sequence[int] | None, *rest: Any, **__: Any) -> int:
+def upsample_workspace(
+    x: Tensor, size: Sequence[int] | None, *rest: Any, scale_factors: Any = None, **__: Any
+) -> int:
     """Copies of input and result with channels last, on CPU."""
     if x.device.type != "cpu" or not x.is_contiguous():
         return 0
     if size is None:
-        factors = rest[-1]
+        factors = scale_factors or rest[-1]
         size = [int(n * f) for n, f in zip(x.shape[2:], factors, strict=True)]
     return tensor_bytes(x) + tensor_bytes(x) // (x.shape[2] * x.shape[3]) * size[0] * size[1]
 

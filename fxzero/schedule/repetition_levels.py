@@ -101,15 +101,11 @@ def levels(values: Sequence[Value], base: Collection[int] = ()) -> Levels:
     fences = best_fences(values)
     found = Levels(values, frozenset(base), fences)
     crossing = crossers(values, fences)
-    known: dict[tuple[object, ...], tuple[tuple[Chosen, float], ...]] = {}
     apart_bytes = max(FINEST * sum(value.num_bytes for value in values), 1)
     for number, (begin, end) in enumerate(_between(len(values), fences)):
         own = _segment(values, begin, end, crossing)
         cheap = frozenset(i - begin for i in base if begin <= i < end)
-        key = (cheap, *own)
-        if key not in known:
-            known[key] = _points(tuple(own), cheap, apart_bytes)
-        points = known[key]
+        points = _points(tuple(own), cheap, apart_bytes)
         found.chosen.append([point.behind(begin) for point, _ in points])
         found.steps += [Step(number, i, price) for i, (_, price) in enumerate(points) if i]
     last = len(fences)

@@ -24,6 +24,7 @@ from tests.parity.harness import Pools
 from tests.stepping import chain_of, step_graph
 from tests.tracing import of, scheduled
 
+_aten = torch.ops.aten
 LIMIT = 0.05
 """How far off a simulated peak may be."""
 
@@ -200,9 +201,6 @@ def promoted(x: Tensor, y: Tensor) -> int:
     return simulated_workspace(_aten.mul.Tensor, x, y)
 
 
-_aten = torch.ops.aten
-
-
 def simulated_workspace(operator: Any, *args: Any) -> int:
     """Bytes that an operator is thought to hold beside arguments and results."""
     graph = fx.Graph()
@@ -226,7 +224,7 @@ def measured_workspace(operator: Any, *args: Any) -> int:
 
 
 REAL, COMPLEX = (8, 64, 100), (8, 64, 65)
-LAST_CHANNELS = torch.randn(2, 8, 16, 16).to(memory_format=torch.channels_last)
+CHANNELS_LAST = torch.randn(2, 8, 16, 16).to(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize(
@@ -246,10 +244,10 @@ LAST_CHANNELS = torch.randn(2, 8, 16, 16).to(memory_format=torch.channels_last)
         *(
             pytest.param(
                 _aten._fft_c2r.default,
-                (torch.randn(COMPLEX, dtype=torch.complex64), dim, 2, 128),
-                id=f"c2r-{len(dim)}",
+                (torch.randn(COMPLEX, dtype=torch.complex64), dim, 2, 2 * COMPLEX[dim[-1]] - 2),
+                id=f"c2r-{len(dim)}-{dim[0]}",
             )
-            for dim in ([2], [1, 2])
+            for dim in ([2], [1], [1, 2])
         ),
         pytest.param(
             _aten.upsample_bilinear2d.default,
@@ -262,7 +260,7 @@ LAST_CHANNELS = torch.randn(2, 8, 16, 16).to(memory_format=torch.channels_last)
             id="nearest",
         ),
         pytest.param(
-            _aten.upsample_nearest2d.default, (LAST_CHANNELS, [32, 32]), id="nearest-channels-last"
+            _aten.upsample_nearest2d.default, (CHANNELS_LAST, [32, 32]), id="nearest-channels-last"
         ),
     ],
 )
