@@ -87,7 +87,7 @@ class _Extraction:
         for node in joint.nodes:
             if node in copies or node.op not in ("call_function", "get_attr"):
                 continue
-            if node.meta.get("partitioner_tag") != side:
+            if node.op == "call_function" and node.meta.get("partitioner_tag") != side:
                 continue
             if all(source in copies for source in node.all_input_nodes):
                 copies[node] = copy_node(graph, node, copies.__getitem__)

@@ -45,7 +45,8 @@ def cut(graph: StepGraph, private: set[str]) -> Sides:
         private: names of saved values that backward may free: see `release_saved`.
     """
     for node in graph.nodes():
-        set_side(node, backward=stamp_of(node).phase is Phase.BACKWARD)
+        if node.op != "get_attr":  # a constant is on whatever side reads it
+            set_side(node, backward=stamp_of(node).phase is Phase.BACKWARD)
     values, symbols = crossing(graph)
     for node in values:
         if isinstance(node.meta.get("val"), (list, tuple)):

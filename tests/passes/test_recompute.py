@@ -256,6 +256,26 @@ def test_what_reads_a_view_of_a_changed_input_is_saved() -> None:
     assert all(stamp_of(user).phase is Phase.FORWARD for user in shift.users)
 
 
+class ReadsConstant(nn.Module):
+    """Backward needs what is computed from a number that stands in the code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 8) → scalar."""
+        return self.layer(x + torch.tensor([1.0, 2.0] * 4) * 2).sum()
+
+
+def test_what_is_repeated_may_read_a_constant() -> None:
+    """Which is on both sides of the cut then."""
+    both = sides(of(ReadsConstant, 4, 8), Recompute(repeat=("*",)), zero=0)
+    for side in (both.forward, both.backward):
+        assert side.graph.find_nodes(op="get_attr")
+    assert not any(n.op == "get_attr" for n in both.saved)
+
+
 class Blocks(nn.Module):
     """Three blocks between an entry and a head."""
 
