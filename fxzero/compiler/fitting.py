@@ -189,6 +189,7 @@ class Fitting:
             least.peak_bytes,
             least.memory,
             self.standing_bytes,
+            whole=self.graph.loss is not None,
             given=self._given(),
         )
 

@@ -73,6 +73,8 @@ def too_small(
     least_bytes: int,
     least: Memory,
     standing_bytes: int,
+    *,
+    whole: bool,
     given: str = "",
 ) -> ConfigError:
     """What is said where nothing fits.
@@ -81,17 +83,20 @@ def too_small(
         least_bytes: the least that was found.
         least: what it is made of.
         standing_bytes: gradients that may be there already.
+        whole: whether it is a whole step; else one graph of a forward that may have several.
         given: what leaves less to decide; empty if nothing does.
     """
+    what = "step" if whole else "graph"
+    others = "" if whole else " Each graph of a forward that breaks has a least of its own."
     rather = f", or do without what is given: {given}" if given else ""
     parts = sorted(least.by_kind().items(), key=lambda item: -item[1])
     parts += [("gradients of an earlier backward", standing_bytes)]
     made_of = ", ".join(f"{kind.replace('_', ' ')} {mebibytes(b)}" for kind, b in parts if b)
     return ConfigError(
-        f"memory_budget={budget.text!r} ({mebibytes(budget_bytes)}) is less than this step can do "
-        f"with: {mebibytes(least_bytes)} ({least_bytes} bytes) is the least that was "
+        f"memory_budget={budget.text!r} ({mebibytes(budget_bytes)}) is less than this {what} can "
+        f"do with: {mebibytes(least_bytes)} ({least_bytes} bytes) is the least that was "
         f"found, at {least.peak_node}: {made_of}. Allow that much, or take smaller batches, "
-        f"more micro_batches or a higher ZeRO stage{rather}."
+        f"more micro_batches or a higher ZeRO stage{rather}.{others}"
     )
 
 

@@ -330,6 +330,11 @@ def least_budget(*arguments: Any, **settings: Any) -> int:
     """What the error of a budget of one byte names."""
     with pytest.raises(ConfigError, match="is the least that was found") as caught:
         train(*arguments, 1, **settings)
+    door = arguments[1]
+    assert ("less than this step" if door == "step" else "less than this graph") in str(
+        caught.value
+    )
+    assert ("of a forward that breaks" in str(caught.value)) == (door == "loop")
     (number,) = re.findall(r"\((\d+) bytes\) is the least", str(caught.value))
     return int(number)
 

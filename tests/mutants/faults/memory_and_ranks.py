@@ -77,6 +77,20 @@ FAULTS = (
         "tests/graph/test_same_on_ranks.py::test_what_is_the_same",
     ),
     Fault(
+        "two of the model's transfers are taken for one where ranks compare",
+        "fxzero/graph/same_on_ranks.py",
+        "{names} {_place_of_transfer(top)} {shape}",
+        "{names} {shape}",
+        "tests/graph/test_same_on_ranks.py::test_another_transfer_is_another_expression",
+    ),
+    Fault(
+        "a view of a changed input is read again",
+        "fxzero/schedule/forward_values.py",
+        "graph.mutated.isdisjoint(map(root, node.all_input_nodes))",
+        "graph.mutated.isdisjoint(node.all_input_nodes)",
+        "tests/passes/test_recompute.py::test_what_reads_a_view_of_a_changed_input_is_saved",
+    ),
+    Fault(
         "a rank cuts its part of a value that it computes by other numbers",
         "fxzero/runtime/account.py",
         "words.append(record.alike)",
