@@ -140,11 +140,18 @@ class Search(Generic[T]):
 
     def _end(self, top: Trial[T], levels: Levels) -> Trial[T] | None:
         """A level that fits, far down: where the least is kept, but for the last segment, or with
-        it; or before, as what is repeated at once may outweigh what is not kept."""
-        for number in dict.fromkeys((levels.main, len(levels) - 1)):
+        it, or with longer segments; or before, as what is repeated at once may outweigh what is
+        not kept."""
+        for number in dict.fromkeys((levels.main, levels.last)):
             trial = self.take(number, top.room)
             if self._fits(trial):
                 return trial
+        for number in range(levels.last + 1, len(levels)):
+            before, trial = trial, self.take(number, top.room)
+            if self._fits(trial):
+                return trial
+            if trial.peak_bytes > before.peak_bytes:
+                break
         return self._lowest(top.level, levels.main, top.room)
 
     def _between(self, low: Trial[T], high: Trial[T], kept: list[int]) -> Trial[T]:

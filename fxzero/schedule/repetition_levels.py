@@ -6,6 +6,9 @@ Pareto points come from minimum cuts (`fxzero.schedule.repetition`); equal segme
 once. Over segments the cheapest bytes go first, which is the greedy order of a knapsack on convex
 fronts, and of equal ones those whose backward comes last; the last segment, whose backward comes
 at once, is the last to be repeated. Each step of that order is a level.
+
+Behind them come levels of fewer, longer segments, everything in them repeated: less is kept, more
+is repeated at once. Which of the two holds more, only a simulation of the whole step tells.
 """
 
 from __future__ import annotations
@@ -65,17 +68,26 @@ class Levels:
     chosen: list[list[Chosen]] = field(default_factory=list)
     """By segment and point."""
     steps: list[Step] = field(default_factory=list)
+    longer: list[Chosen] = field(default_factory=list)
+    """The levels behind all steps, the shortest segments first."""
 
     def __len__(self) -> int:
-        return len(self.steps) + 1
+        return len(self.steps) + 1 + len(self.longer)
 
     @property
     def main(self) -> int:
         """The last level at which nothing more of the last segment is repeated."""
         return sum(step.segment < len(self.fences) for step in self.steps)
 
+    @property
+    def last(self) -> int:
+        """The level after all steps."""
+        return len(self.steps)
+
     def at(self, level: int) -> Chosen:
         """What becomes of all values at a level."""
+        if level > self.last:
+            return self.longer[level - self.last - 1]
         points = [0] * len(self.chosen)
         for step in self.steps[:level]:
             points[step.segment] = step.point
@@ -98,9 +110,10 @@ def levels(values: Sequence[Value], base: Collection[int] = ()) -> Levels:
     Args:
         base: what is repeated at level 0: it costs next to nothing.
     """
-    fences = best_fences(values)
+    splits = splits_of(values)
+    best = min(splits, key=lambda split: split.held_bytes)
+    fences, crossing = best.fences, best.crossing
     found = Levels(values, frozenset(base), fences)
-    crossing = crossers(values, fences)
     apart_bytes = max(FINEST * sum(value.num_bytes for value in values), 1)
     for number, (begin, end) in enumerate(_between(len(values), fences)):
         own = _segment(values, begin, end, crossing)
@@ -112,6 +125,12 @@ def levels(values: Sequence[Value], base: Collection[int] = ()) -> Levels:
     # The last segment's backward comes at once, when all that is kept is there: to repeat it then
     # seldom lowers the peak.
     found.steps.sort(key=lambda step: (step.segment == last, step.rate, step.segment, step.point))
+    kept_bytes = best.kept_bytes
+    for split in reversed(splits):
+        if split.kept_bytes < kept_bytes:
+            kept_bytes = split.kept_bytes
+            inside = frozenset(i for i in range(len(values)) if i not in split.crossing)
+            found.longer.append(Chosen(inside, split.crossing))
     return found
 
 
@@ -235,25 +254,38 @@ def fences_for(values: Sequence[Value], most_bytes: float) -> tuple[int, ...]:
         begin = best
 
 
-def best_fences(values: Sequence[Value]) -> tuple[int, ...]:
-    """The segments with which the least is held when everything that can be is repeated: what
-    crosses, and the largest segment while it is repeated."""
+@dataclass(frozen=True)
+class Split:
+    """Forward in segments, of which everything is repeated but what crosses."""
+
+    fences: tuple[int, ...]
+    crossing: frozenset[int]
+    kept_bytes: int
+    """What crosses."""
+    largest_bytes: int
+    """What is made in the largest segment, but for what crosses."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What crosses, and the largest segment while it is repeated."""
+        return self.kept_bytes + self.largest_bytes
+
+
+def splits_of(values: Sequence[Value]) -> list[Split]:
+    """Ways to split a forward, the longest segments first."""
     total = sum(value.num_bytes for value in values)
-    best: tuple[float, tuple[int, ...]] | None = None
-    seen: set[tuple[int, ...]] = set()
+    found: dict[tuple[int, ...], Split] = {}
     share = 1.0
     while share >= SMALLEST_SHARE:
         fences = fences_for(values, total * share)
         share /= 2**0.5
-        if fences in seen:
+        if fences in found:
             continue
-        seen.add(fences)
         crossing = crossers(values, fences)
         kept = sum(values[i].num_bytes for i in crossing)
         largest = max(
             sum(v.num_bytes for i, v in enumerate(values[a:b], a) if i not in crossing)
             for a, b in _between(len(values), fences)
         )
-        if best is None or kept + largest < best[0]:
-            best = (kept + largest, fences)
-    return best[1] if best is not None else ()
+        found[fences] = Split(fences, crossing, kept, largest)
+    return list(found.values())

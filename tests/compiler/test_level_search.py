@@ -17,11 +17,18 @@ class Curve:
     """What the search asks levels."""
 
     kept_bytes: list[int]
+    longer: int = 0
+    """How many levels of longer segments stand at the end."""
+
+    @property
+    def last(self) -> int:
+        """The one before those."""
+        return len(self.kept_bytes) - 1 - self.longer
 
     @property
     def main(self) -> int:
         """The last one but one, where there are several."""
-        return max(len(self.kept_bytes) - 2, 0)
+        return max(self.last - 1, 0)
 
     def __len__(self) -> int:
         return len(self.kept_bytes)
@@ -41,6 +48,7 @@ def search(
     exposed_us: float = 0.0,
     rooms: frozenset[Room] = EVERY,
     usual: Room = Room.USUAL,
+    longer: int = 0,
 ) -> tuple[Trial[None] | None, int]:
     """What is found on a curve whose level adds 10 us each, and how many tries that took."""
 
@@ -50,7 +58,7 @@ def search(
         return Trial(level, room, None, memory, peaks[level] + EXTRA[room], us, exposed_us, 40)
 
     found: Search[None] = Search(attempt, budget, rooms, usual)
-    curve = Curve(kept)
+    curve = Curve(kept, longer)
     trial = found.run(lambda: curve)  # type: ignore[arg-type,return-value]
     return trial, len(found.trials)
 
@@ -78,6 +86,20 @@ def test_a_curve_that_rises_again() -> None:
     trial, _ = search(peaks, kept, 550, rooms=frozenset({Room.USUAL}))
     assert trial is not None
     assert peaks[trial.level] <= 550
+
+
+def test_longer_segments() -> None:
+    """Tried one after another, as long as less is held; what is before is looked at then."""
+    kept = [100, 90, 80, 70, 60, 50, 40]
+    for peaks, budget, level, most in (
+        ([100, 90, 80, 70, 65, 60, 90], 62, 5, 6),
+        ([100, 90, 80, 70, 65, 60, 55], 55, 6, 6),
+        ([100, 90, 80, 60, 70, 75, 10], 65, 3, 3),
+    ):
+        trial, tries = search(peaks, kept, budget, rooms=frozenset({Room.USUAL}), longer=2)
+        assert trial is not None
+        assert trial.level == level
+        assert tries <= most
 
 
 KEPT = list(range(100, 50, -10))

@@ -62,7 +62,19 @@ def test_levels_keep_what_crosses_a_fence() -> None:
     found = levels(values)
     crossing = crossers(values, found.fences)
     assert crossing
-    assert crossing.isdisjoint(found.at(len(found) - 1).repeated)
+    assert crossing.isdisjoint(found.at(found.last).repeated)
+
+
+def test_longer_segments_come_last() -> None:
+    """Less and less crosses, until nothing does and everything is repeated."""
+    values = chain_of_layers(12)
+    found = levels(values)
+    longer = range(found.last + 1, len(found))
+    assert len(longer) > 1
+    crossing = [len(values) - len(found.at(level).repeated) for level in longer]
+    assert crossing == sorted(crossing, reverse=True)
+    assert crossing[0] < len(crossers(values, found.fences))
+    assert crossing[-1] == 0
 
 
 def test_fences_stand_where_little_crosses() -> None:
@@ -108,7 +120,7 @@ def test_what_crosses_is_cut_into_parts() -> None:
     ]
     whole, parts = levels(chain_of_layers(6)), levels(values)
     assert parts.kept_bytes[0] == whole.kept_bytes[0]
-    assert parts.kept_bytes[-1] < whole.kept_bytes[-1] / 2
-    end = at(parts, len(parts) - 1)
+    assert parts.kept_bytes[parts.last] < whole.kept_bytes[whole.last] / 2
+    end = at(parts, parts.last)
     assert crossers(values, parts.fences) <= end.in_parts
     assert not at(parts, 1).in_parts  # repeating is cheaper
