@@ -23,9 +23,11 @@ from torch import Tensor, nn
 import fxzero
 from examples.benchmarks.measure import allocated_peak_bytes
 from examples.models import gpt_bench
+from fxzero.compiler import fitting
 from fxzero.compiler.compilation import Compilation, observers
 from fxzero.errors import ConfigError
 from fxzero.runtime.random import DrawAgain
+from fxzero.schedule.agreement import agree
 from fxzero.schedule.simulate import Memory, simulate, simulate_memory
 from tests.parity.harness import Pools
 from tests.parity.training import Tensors, assert_same, full_optimizer_state, full_parameters
@@ -382,6 +384,52 @@ def test_on_two_ranks(ranks: Pools, name: str, door: str, zero: int) -> None:
     """All ranks repeat alike, and gather again for it."""
     for wrong in ranks(2).run(check, name, door, zero=zero, micro_batches=2):
         assert wrong == []
+
+
+class Uneven(nn.Module):
+    """No width divides by the ranks: of each parameter one rank has a row more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(61, 251), nn.LayerNorm(251), nn.Linear(251, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 61) to a scalar."""
+        return self.layers(x).square().mean()
+
+
+def answers_of_one_rank(door: str, zero: int) -> list[tuple[int, int]]:
+    """Job: what this rank would have answered where its own answer was not the first."""
+    differing = []
+
+    def compare(identity: str, question: str, answer: Any) -> Any:
+        found = agree(identity, question, answer)
+        if found != answer:
+            differing.append((answer, found))
+        return found
+
+    torch.manual_seed(0)
+    model = Uneven()
+    fxzero.shard(model, zero=zero)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    settings = {"memory_budget": 1, "lower_regions": {"backend": "eager"}}
+    batch = torch.randn(64, 61)
+    compiled: Callable[[Tensor], Any]
+    if door == "step":
+        compiled = fxzero.compile_step(model, optimizer, options=settings)
+    else:
+        compiled = torch.compile(model, backend="fxzero", options=settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fitting, "agree", compare)
+        with pytest.raises(ConfigError, match="is the least"):
+            compiled(batch)
+    return differing
+
+
+@pytest.mark.parametrize(("door", "zero"), [("step", 1), ("step", 3), ("loop", 2)])
+def test_ranks_with_fewer_rows_answer_for_the_others(ranks: Pools, door: str, zero: int) -> None:
+    """Whoever is asked first, the same peaks and the same least are found."""
+    assert ranks(2).run(answers_of_one_rank, door, zero) == [[], []]
 
 
 def test_twelve_budgets() -> None:
