@@ -83,8 +83,9 @@ def cheap_expression(
 ) -> list[fx.Node] | None:
     """The cheap nodes that compute `node` from what backward has, in graph order.
 
-    Backward has the graph's inputs but for those `mutated` meanwhile, what is `saved` already,
-    and the parameters. None if there is no such expression of at most `max_nodes` nodes.
+    Backward has the graph's inputs but for those `mutated` meanwhile, what is `saved` already and
+    will not be repeated itself for `torch.utils.checkpoint`, and the parameters. None if there is
+    no such expression of at most `max_nodes` nodes.
     """
     found: set[fx.Node] = set()
     queue = [node]
@@ -100,7 +101,8 @@ def cheap_expression(
         for source in current.all_input_nodes:
             if source in mutated:
                 return None
-            has_it = source.op == "placeholder" or source in saved
+            is_kept = source in saved and not asked_to_repeat(source)
+            has_it = source.op == "placeholder" or is_kept
             if stamp_of(source).role is Role.UNSHARD:
                 has_it = source in saved or num_bytes(source) <= num_bytes(node)
             if not has_it:
@@ -154,16 +156,16 @@ class Recompute(DecidingPass[Repetitions]):
         repeated = set(base)
         in_parts: set[int] = set()
         if self.policy is Policy.FULL:
-            repeated |= _blocks(found)
+            repeated = _blocks(found, base)
         elif by_level:
             assert ctx.level is not None
             found = replace(found, values=_with_parts(found, ctx.level.parts))
             if ctx.level.levels is None:
                 ctx.level.levels = levels(found.values, base)
             at = ctx.level.levels.at(ctx.level.number)
-            if not (ctx.level.number or lists or at.in_parts):
+            if not (ctx.level.number or lists or at.in_parts) and base <= at.repeated:
                 return cheap
-            repeated |= at.repeated
+            repeated = set(at.repeated)
             in_parts |= at.in_parts
         repeated |= {i for i, node in enumerate(found.nodes) if _is_named(node, self.repeat)}
         named = {i for i, node in enumerate(found.nodes) if _is_named(node, self.partition)}
@@ -208,7 +210,7 @@ class Recompute(DecidingPass[Repetitions]):
             asked = asked_to_repeat(node) and not reads_mutated
             if asked or (is_view(node) and not reads_mutated):
                 chosen: list[fx.Node] | None = [node]  # of a view its base is saved, or not
-            elif self.max_nodes:
+            elif self.max_nodes and not _is_handed_on(node, repeated):
                 chosen = cheap_expression(node, self.max_nodes, saved, graph.mutated)
             else:
                 chosen = None
@@ -284,6 +286,13 @@ class Recompute(DecidingPass[Repetitions]):
         )
 
 
+def _is_handed_on(node: fx.Node, repeated: Collection[fx.Node]) -> bool:
+    """Whether a later layer repeats something from a node. Backward comes to that layer first, so
+    that a chain of such nodes would be repeated, and held, at once, from the first layer on."""
+    layer = stamp_of(node).layer
+    return any(user in repeated and stamp_of(user).layer != layer for user in node.users)
+
+
 def _is_of_forward(node: fx.Node) -> bool:
     """Whether a node is a call of forward: what is saved if backward reads it."""
     return node.op == "call_function" and stamp_of(node).phase is Phase.FORWARD
@@ -306,8 +315,8 @@ def _is_named(node: fx.Node, names: Collection[str]) -> bool:
     return any(fnmatchcase(word, name) for name in names for word in words)
 
 
-def _blocks(found: ForwardValues) -> set[int]:
-    """What stands inside of a block, and does not leave it."""
+def _blocks(found: ForwardValues, base: Collection[int]) -> set[int]:
+    """What stands inside of a block, or is cheap, and does not leave it."""
     layers = [stamp_of(node).layer for node in found.nodes]
     fences = [i for i in range(1, len(layers)) if layers[i] != layers[i - 1]]
     crossing = crossers(found.values, fences)
@@ -315,7 +324,7 @@ def _blocks(found: ForwardValues) -> set[int]:
         i
         for i, layer in enumerate(layers)
         if i not in crossing
-        and any(part.isdigit() for part in layer.split("."))
+        and (i in base or any(part.isdigit() for part in layer.split(".")))
         and not is_random(found.nodes[i])  # its numbers are kept: they cost more than their bytes
     }
 

@@ -44,7 +44,7 @@ class ForwardValues:
 def asked_to_repeat(node: fx.Node) -> bool:
     """Whether `torch.utils.checkpoint` wants a node repeated, and it may be."""
     if node.target is operator.getitem:  # a part is repeated with what it is a part of
-        return asked_to_repeat(node.all_input_nodes[0])
+        return asked_to_repeat(node.all_input_nodes[0]) and not is_handed_on(node)
     return checkpoint_tag(node) == "recompute" and is_pure(node) and not is_handed_on(node)
 
 

@@ -62,7 +62,7 @@ class Levels:
 
     values: Sequence[Value]
     base: frozenset[int]
-    """What is repeated at level 0."""
+    """What is repeated at every level where it does not cross a fence: it costs next to nothing."""
     fences: tuple[int, ...]
     """Where segments begin, but for the first."""
     chosen: list[list[Chosen]] = field(default_factory=list)
@@ -108,7 +108,7 @@ def levels(values: Sequence[Value], base: Collection[int] = ()) -> Levels:
     """All levels of a forward, cheapest steps first.
 
     Args:
-        base: what is repeated at level 0: it costs next to nothing.
+        base: what is repeated at level 0 where it does not cross a fence: it costs next to nothing.
     """
     splits = splits_of(values)
     best = min(splits, key=lambda split: split.held_bytes)
@@ -117,7 +117,7 @@ def levels(values: Sequence[Value], base: Collection[int] = ()) -> Levels:
     apart_bytes = max(FINEST * sum(value.num_bytes for value in values), 1)
     for number, (begin, end) in enumerate(_between(len(values), fences)):
         own = _segment(values, begin, end, crossing)
-        cheap = frozenset(i - begin for i in base if begin <= i < end)
+        cheap = frozenset(i - begin for i in base if begin <= i < end and i not in crossing)
         points = _points(tuple(own), cheap, apart_bytes)
         found.chosen.append([point.behind(begin) for point, _ in points])
         found.steps += [Step(number, i, price) for i, (_, price) in enumerate(points) if i]

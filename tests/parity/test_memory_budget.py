@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxzero
 from examples.benchmarks.measure import allocated_peak_bytes
@@ -201,6 +202,98 @@ def together() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Together(), (torch.randn(128, 64),)
 
 
+class Elementwise(nn.Module):
+    """A block that ends in cheap operators, on what came into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 64) to the same."""
+        return x + F.gelu(F.gelu(self.linear(x))) * torch.sigmoid(x)
+
+
+class PostNorm(nn.Module):
+    """A block that ends in an operator that returns a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 64) to the same."""
+        return self.norm(x + self.down(F.gelu(self.up(x))))
+
+
+class Scaled(nn.Module):
+    """A block that ends in cheap operators, on a product that backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.scale = nn.Parameter(torch.full((64,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 64) to the same."""
+        return x + self.scale * self.down(F.gelu(self.up(x)))
+
+
+class Blocks(nn.Module):
+    """Six blocks of a kind, each a checkpoint or not."""
+
+    def __init__(self, kind: type[nn.Module], checkpoints: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(kind() for _ in range(6))
+        self.checkpoints = checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 64) to a scalar."""
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
+        return x.square().mean()
+
+
+def blocks(kind: type[nn.Module], checkpoints: bool = False) -> Any:
+    """See `Blocks`."""
+    return lambda: (Blocks(kind, checkpoints), (torch.randn(512, 64),))
+
+
+class Functions(nn.Module):
+    """Checkpoints of a function, in no module of their own."""
+
+    def __init__(self, checkpoints: bool) -> None:
+        super().__init__()
+        self.up = nn.ParameterList(torch.randn(64, 256) / 8 for _ in range(6))
+        self.down = nn.ParameterList(torch.randn(256, 64) / 16 for _ in range(6))
+        self.scale = nn.Parameter(torch.full((64,), 0.1))
+        self.checkpoints = checkpoints
+
+    def block(self, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        """(B, 64) to the same."""
+        return x + self.scale * (F.gelu(x @ up) @ down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 64) to a scalar."""
+        for up, down in zip(self.up, self.down, strict=True):
+            if self.checkpoints:
+                x = checkpoint(self.block, x, up, down, use_reentrant=False)
+            else:
+                x = self.block(x, up, down)
+        return x.square().mean()
+
+
+KINDS = {"elementwise": Elementwise, "post_norm": PostNorm, "scaled": Scaled}
+BLOCKS = {name: blocks(kind) for name, kind in KINDS.items()} | {
+    f"{name}_checkpoints": blocks(kind, checkpoints=True) for name, kind in KINDS.items()
+}
+BLOCKS |= {
+    "functions": lambda: (Functions(checkpoints=False), (torch.randn(512, 64),)),
+    "functions_checkpoints": lambda: (Functions(checkpoints=True), (torch.randn(512, 64),)),
+}
+
+
 MODELS = {f.__name__: f for f in (gpt, convnet, unet, recurrent, llama)}
 SPECIAL = {f.__name__: f for f in (noisy, together)}
 
@@ -256,7 +349,7 @@ def train(
     """Two steps of a model."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, batch = (MODELS | SPECIAL)[name]()
+    model, batch = (MODELS | SPECIAL | BLOCKS)[name]()
     fxzero.shard(model, zero=zero)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     settings = {
@@ -384,6 +477,35 @@ def test_on_two_ranks(ranks: Pools, name: str, door: str, zero: int) -> None:
     """All ranks repeat alike, and gather again for it."""
     for wrong in ranks(2).run(check, name, door, zero=zero, micro_batches=2):
         assert wrong == []
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_chain_of_blocks_is_repeated_at_once(name: str) -> None:
+    """What a block hands to the next one is kept, however cheap it is, by checkpoints, by policy
+    and at every level; as the budget falls the time does not."""
+    free = train(name, "step", "none")
+    by_policy = train(name, "step", "none", recompute={"policy": "full"})
+    by_checkpoints = train(f"{name}_checkpoints", "step", "none")
+    least = least_budget(name, "step")
+    dear = least_budget(name, "step", recompute={"max_nodes": 0})
+    assert by_policy.peak_bytes < 0.8 * free.peak_bytes
+    assert by_checkpoints.peak_bytes < 0.8 * free.peak_bytes
+    assert least <= 1.1 * min(by_policy.peak_bytes, by_checkpoints.peak_bytes, dear)
+    budgets = [least + (free.peak_bytes - least) * i // 3 for i in reversed(range(4))]
+    found = [train(name, "step", budget) for budget in budgets]
+    times = [one.step_us for one in found]
+    assert times == sorted(times)
+    for one in (by_policy, by_checkpoints, *found):
+        assert_same(one.values, free.values, rtol=0)
+    for one, budget in zip(found, budgets, strict=True):
+        assert 0.9 * budget <= one.measured_bytes <= budget + SLACK
+
+
+def test_checkpoints_of_functions_are_honoured() -> None:
+    """Where no layer tells one from the next."""
+    free, found = (train(f"functions{which}", "step", "none") for which in ("", "_checkpoints"))
+    assert found.peak_bytes < 0.8 * free.peak_bytes
+    assert_same(found.values, free.values, rtol=0)
 
 
 class Uneven(nn.Module):

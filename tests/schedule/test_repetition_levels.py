@@ -108,6 +108,9 @@ def test_what_is_cheap_is_repeated_at_every_level() -> None:
     assert base == set(found.at(0).repeated)
     repeated = set(at(found, len(found) - 1).repeated)
     assert base <= repeated
+    crossing = crossers(values, found.fences)
+    assert crossing
+    assert found.at(0) == levels(values, base | crossing).at(0)  # but what crosses is kept
 
 
 def test_what_crosses_is_cut_into_parts() -> None:
