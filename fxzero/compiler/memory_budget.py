@@ -19,7 +19,7 @@ MARGIN = 0.1
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([a-z]*|%)", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([a-z]*|%)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ def test_no_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "lots", "-1", "0", "0.3", "8 parsecs", "0%", "101%", "1e99GiB", "GiB", "8GiB 2"]
+    "text",
+    ["", "lots", "-1", "0", "0.3", "8 parsecs", "0%", "101%", "1e99GiB", "GiB", "8GiB 2", "٨GiB"],
 )
 def test_what_is_no_size(text: str) -> None:
     """The message shows what one looks like."""
