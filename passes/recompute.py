@@ -163,9 +163,11 @@ class Recompute(DecidingPass[Repetitions]):
             if ctx.level.levels is None:
                 ctx.level.levels = levels(found.values, base)
             at = ctx.level.levels.at(ctx.level.number)
-            if not (ctx.level.number or lists or at.in_parts) and base <= at.repeated:
+            # What is cheap and crosses a fence is kept. Not where regions are compiled: what is
+            # kept decides on what is fused, and last bits would be others than without a budget.
+            repeated = set(at.repeated) | (base if ctx.fuses else set())
+            if not (ctx.level.number or lists or at.in_parts) and base <= repeated:
                 return cheap
-            repeated = set(at.repeated)
             in_parts |= at.in_parts
         repeated |= {i for i, node in enumerate(found.nodes) if _is_named(node, self.repeat)}
         named = {i for i, node in enumerate(found.nodes) if _is_named(node, self.partition)}
