@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import re
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +80,23 @@ def written(path: Path, found: Capture, options: Data | None = None) -> Data:
     return data
 
 
+@functools.cache
+def plan_of(micro_batches: int = 0) -> str:
+    """What is decided by the settings of `captured`; of a step of so many micro-batches, if any."""
+    settings: Data = {"step": True, "micro_batches": micro_batches} if micro_batches else {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        written(path, captured(**settings))
+        return path.read_text()
+
+
+def copied(path: Path, micro_batches: int = 0) -> Data:
+    """Write `plan_of`, and read it as JSON."""
+    path.write_text(plan_of(micro_batches))
+    data: Data = json.loads(path.read_text())
+    return data
+
+
 def only_graph(data: Data) -> Data:
     """The decisions of the one graph, by pass."""
     (graph,) = data["graphs"].values()
@@ -106,8 +125,9 @@ def test_a_plan_replays_to_the_letter(tmp_path: Path, zero: int, step: bool) -> 
     assert text(again) == text(first)
 
 
-LONG = {"step": True, "micro_batches": 8}
+MANY = 8
 """More micro-batches than a graph needs to hold."""
+LONG = {"step": True, "micro_batches": MANY}
 
 
 @pytest.mark.parametrize(("distance", "held"), [(1, 5), (50, 8)])
@@ -128,7 +148,7 @@ def test_a_plan_of_many_micro_batches(tmp_path: Path, distance: int, held: int) 
 def test_a_plan_in_which_one_micro_step_differs(tmp_path: Path) -> None:
     """One that stands for others cannot: the message says which, and what to do."""
     path = tmp_path / "plan.json"
-    data = written(path, captured(**LONG))
+    data = copied(path, MANY)
     order = only_graph(data)["prefetch"]["order"]
     place = order.index("layers.1 forward #4")
     assert [name.split(".")[0] for name in order[place - 2 : place]] == ["gather", "reduce"]
@@ -140,7 +160,7 @@ def test_a_plan_in_which_one_micro_step_differs(tmp_path: Path) -> None:
 def test_a_plan_that_leaves_the_order_open(tmp_path: Path) -> None:
     """Where the order that is found does not repeat, the graph holds all, as without a plan."""
     path = tmp_path / "plan.json"
-    data = written(path, captured(**LONG))
+    data = copied(path, MANY)
     for name in ("accumulate", "bucket", "prefetch"):
         del only_graph(data)[name]
     path.write_text(json.dumps(data))
@@ -153,7 +173,7 @@ def test_a_plan_that_leaves_the_order_open(tmp_path: Path) -> None:
 def test_a_plan_of_too_few_micro_steps(tmp_path: Path) -> None:
     """A graph holds all of them, or five."""
     path = tmp_path / "plan.json"
-    data = written(path, captured(**LONG))
+    data = copied(path, MANY)
     only_graph(data)["accumulate"]["micro_steps"] = 3
     with pytest.raises(ConfigError, match="of 8 micro-batches the graph holds 5 or 8"):
         replayed(path, data, **LONG)
@@ -164,6 +184,8 @@ def test_the_plan_of_a_step_is_of_the_users_own(tmp_path: Path, clip: float | No
     """What inspect compiles is what `compile_step` makes of the same model, layer for layer."""
     path = tmp_path / "plan.json"
     build = chain(DEPTH, WIDTH, 8)
+    # Regions are compiled in one of the two cases, as they are by default.
+    options = {**SMALL, "lower_regions": {"backend": "eager" if clip else "inductor"}}
     found = capture(
         lambda: with_loss(build),
         zero=3,
@@ -171,12 +193,12 @@ def test_the_plan_of_a_step_is_of_the_users_own(tmp_path: Path, clip: float | No
         step=True,
         micro_batches=2,
         clip_grad_norm=clip,
-        options=SMALL,
+        options=options,
     )
     written(path, found)
     compilation = compiled_step(
         lambda: with_loss(build),
-        options={**SMALL, "plan": str(path)},
+        options={**options, "plan": str(path)},
         optimizer=lambda p: torch.optim.AdamW(p, fused=True),
         micro_batches=2,
         clip_grad_norm=clip,
@@ -186,7 +208,7 @@ def test_the_plan_of_a_step_is_of_the_users_own(tmp_path: Path, clip: float | No
     with pytest.raises(ConfigError, match=r"is of other graphs .* norm to clip to"):
         compiled_step(
             lambda: with_loss(build),
-            options={**SMALL, "plan": str(path)},
+            options={**options, "plan": str(path)},
             micro_batches=2,
             clip_grad_norm=2.0,
         )
@@ -195,7 +217,7 @@ def test_the_plan_of_a_step_is_of_the_users_own(tmp_path: Path, clip: float | No
 def test_a_setting_beside_a_plan_is_said_to_have_no_effect(tmp_path: Path) -> None:
     """The plan decides; what it was made with is no news."""
     path = tmp_path / "plan.json"
-    written(path, captured())
+    copied(path)
     captured({**SMALL, "plan": str(path)})
     with pytest.warns(fxzero.FxZeroWarning, match="distance=3.* has no effect: the plan decides"):
         captured({**SMALL, "plan": str(path), "prefetch": {"distance": 3}})
@@ -224,11 +246,12 @@ def launches(found: Capture) -> list[str]:
 def test_an_order_that_was_changed_by_hand_is_the_schedule(tmp_path: Path) -> None:
     """Two gathers change places."""
     path = tmp_path / "plan.json"
-    data = written(path, captured())
+    data = copied(path)
     order = only_graph(data)["prefetch"]["order"]
-    first, second = (i for i, name in enumerate(order) if name in launches(replayed(path))[:2])
+    before = launches(captured())
+    first, second = (i for i, name in enumerate(order) if name in before[:2])
     order[first], order[second] = order[second], order[first]
-    before, after = launches(captured()), launches(replayed(path, data))
+    after = launches(replayed(path, data))
     assert after[:2] == before[1::-1]
     assert after[2:] == before[2:]
 
@@ -236,7 +259,7 @@ def test_an_order_that_was_changed_by_hand_is_the_schedule(tmp_path: Path) -> No
 def test_buckets_that_were_changed_by_hand_travel_so(tmp_path: Path) -> None:
     """Two layers join; the order that names the old ones is left out, and made anew."""
     path = tmp_path / "plan.json"
-    data = written(path, captured())
+    data = copied(path)
     decisions = only_graph(data)
     buckets = decisions["bucket"]["buckets"]
     first, second = [b for b in buckets if (b["lane"], b["phase"]) == ("gather", "forward")][:2]
@@ -254,7 +277,7 @@ def test_buckets_that_were_changed_by_hand_travel_so(tmp_path: Path) -> None:
 def test_what_is_repeated_can_be_changed_by_hand(tmp_path: Path) -> None:
     """Nothing is."""
     path = tmp_path / "plan.json"
-    data = written(path, captured())
+    data = copied(path)
     decisions = only_graph(data)
     assert decisions["recompute"]["values"]
     decisions["recompute"]["values"] = []
@@ -277,14 +300,14 @@ def test_a_plan_of_another_graph_is_refused(
 ) -> None:
     """By its digest, before anything is decided."""
     path = tmp_path / "plan.json"
-    written(path, captured())
+    copied(path)
     with pytest.raises(Exception, match=r"is of other graphs \([0-9a-f]{16}\) than this one"):
         replayed(path, **settings)
 
 
 def test_a_digest_that_was_changed_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    data = written(path, captured())
+    data = copied(path)
     data["graphs"] = {"0123456789abcdef": only_graph(data)}
     with pytest.raises(Exception, match=r"is of other graphs \(0123456789abcdef\)"):
         replayed(path, data)
@@ -361,7 +384,7 @@ def test_decisions_that_cannot_be(
 ) -> None:
     """The sentence says what is wrong with the file."""
     path = tmp_path / "plan.json"
-    data = written(path, captured())
+    data = copied(path)
     change(only_graph(data))
     with pytest.raises(Exception, match=message):
         replayed(path, data)
