@@ -219,7 +219,7 @@ def assert_sentence(result: Result, code: int, message: str) -> None:
 
 @pytest.mark.slow
 def test_torchs_log_of_an_error_is_not_shown_beside_it() -> None:
-    """It writes a traceback past everything, and then raises."""
+    """It writes a traceback past everything, and then raises; `python -m` starts the command."""
     words = [sys.executable, "-m", "fxzero", "inspect", "tests/targets.py:wrong_shapes"]
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 1
@@ -229,14 +229,17 @@ def test_torchs_log_of_an_error_is_not_shown_beside_it() -> None:
 
 @pytest.mark.slow
 def test_the_installed_command() -> None:
-    """`python -m` is not needed: the entry point starts."""
-    code = "import sys; sys.argv = ['fxzero', '--help']; from fxzero.cli import main; main()"
+    """`python -m` is not needed: the entry point starts, which pip makes a script of."""
+    code = "import sys; sys.argv = ['fxzero', '--version']; from fxzero.cli import main; main()"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
     )
-    version = subprocess.run(
-        [sys.executable, "-m", "fxzero", "--version"], capture_output=True, text=True, timeout=300
-    )
-    assert version.stdout == f"fxzero {fxzero.__version__}, torch {torch.__version__}\n"
+    assert result.stdout == f"fxzero {fxzero.__version__}, torch {torch.__version__}\n"
     assert result.returncode == 0
+
+
+def test_its_help_names_the_commands() -> None:
+    """Without any of them."""
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0
     assert "inspect" in result.stdout
