@@ -18,6 +18,12 @@ from fxzero.schedule import simulate
 DEPTH = 8
 
 
+@pytest.fixture(autouse=True)
+def _verified_at_the_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind each pass it would be done again at each of the levels that are tried."""
+    monkeypatch.setenv("FXZERO_VERIFY", "ends")
+
+
 def report(budget: str = "none", zero: int = 3, **settings: Any) -> MemoryReport:
     """Of a GPT of eight layers."""
     captured = capture(
@@ -56,8 +62,6 @@ def test_what_a_budget_does() -> None:
     assert least.num_levels is not None
     assert 0 < least.level < least.num_levels
     assert max(least.curve) <= max(free.curve) * 0.8
-    again = report(f"{max(least.curve)}")
-    assert max(again.curve) <= max(least.curve)
 
     def kept(found: MemoryReport) -> int:
         return sum(row.kept_bytes * len(row.layers) for row in found.rows)
@@ -85,7 +89,7 @@ def test_a_budget_that_nothing_fits() -> None:
     """One sentence with the least, and what it is made of."""
     options = json.dumps({"memory_budget": 1})
     result = CliRunner().invoke(
-        app, ["inspect", "examples.models:gpt_nano", "--step", "--options", options]
+        app, ["inspect", "tests.targets:dict_batches", "--step", "--options", options]
     )
     assert result.exit_code == 2
     assert "is the least that was found" in result.output
