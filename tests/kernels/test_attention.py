@@ -30,7 +30,7 @@ from fxzero.kernels.attention import (
     flash_attention_dropout_mask,
     flash_attention_reference,
 )
-from tests.kernels.checking import DEVICE, check_close, double, each_dtype, random
+from tests.kernels.checking import DEVICE, DTYPES, check_close, double, each_dtype, random
 
 CASES = [
     # q_len, kv_len, head_dim, heads, kv_heads, causal
@@ -42,13 +42,18 @@ CASES = [
     (127, 31, 64, 4, 2, False),
     (127, 127, 80, 3, 1, True),
     (200, 200, 64, 1, 1, True),
-    (200, 200, 8, 1, 1, False),
-    (1000, 31, 8, 1, 1, True),
-    (31, 1000, 8, 1, 1, False),
 ]
-each_case = pytest.mark.parametrize(
-    ("q_len", "kv_len", "head_dim", "heads", "kv_heads", "causal"),
-    CASES,
+LONG = [
+    (200, 200, 8, 1, 1, False, torch.float32),
+    (1000, 31, 8, 1, 1, True, torch.float32),
+    (1000, 31, 8, 1, 1, True, torch.bfloat16),
+    (31, 1000, 8, 1, 1, False, torch.float32),
+    (31, 1000, 8, 1, 1, False, torch.float16),
+]
+"""In dtypes of their own: Triton's interpreter takes long for them."""
+each_case_in_each_dtype = pytest.mark.parametrize(
+    ("q_len", "kv_len", "head_dim", "heads", "kv_heads", "causal", "dtype"),
+    [*((*case, dtype) for dtype in DTYPES for case in CASES), *LONG],
 )
 OUT, GRADIENTS = 2, 4  # how often values are rounded to the kernel's dtype on their way
 
@@ -159,8 +164,7 @@ def inputs(
     return [random(*shape, dtype=dtype) for shape in shapes]
 
 
-@each_dtype
-@each_case
+@each_case_in_each_dtype
 def test_attention_and_gradients(
     q_len: int,
     kv_len: int,
