@@ -75,7 +75,7 @@ def test_forwards_before_a_backward(ranks: Pools, world: int, zero: int) -> None
 
 def join_two_forwards(zero: int) -> None:
     """Job."""
-    example, model, reference = with_reference("gpt", zero)
+    example, model, reference = with_reference("odd_shapes", zero)
     first, second = batches_of(example, 2)
     joined = [example.loss(model, rows_of_rank(batch)) for batch in (first, second)]
     (joined[0] * 3 + joined[1]).backward()
@@ -114,7 +114,7 @@ def test_no_sync(ranks: Pools, world: int, zero: int, compile_it: bool) -> None:
 
 def accumulate_without_sync(zero: int, compile_it: bool) -> None:
     """Job."""
-    example, model, reference = with_reference("gpt", zero)
+    example, model, reference = with_reference("odd_shapes", zero)
     if not compile_it:
         model = inner(model)
     contexts = [lambda: fxzero.no_sync(model)] * 2 + [nullcontext]
@@ -136,7 +136,7 @@ def test_zero_grad_forgets_what_no_sync_kept(
 
 def drop_a_micro_batch(kept_after: int, zero: int) -> None:
     """Job: after the dropped one, `kept_after` micro-batches without a reduction and one with."""
-    example, model, reference = with_reference("gpt", zero)
+    example, model, reference = with_reference("odd_shapes", zero)
     dropped = rows_of_rank(make_batch(example, FLOAT64, seed=9))
     with fxzero.no_sync(model):
         example.loss(model, dropped).backward()
@@ -154,7 +154,7 @@ def test_no_sync_follows_the_forward(ranks: Pools, world: int, zero: int) -> Non
 
 def leave_no_sync_before_backward(zero: int) -> None:
     """Job."""
-    example, model, reference = with_reference("gpt", zero)
+    example, model, reference = with_reference("odd_shapes", zero)
     first, second = batches_of(example, 2)
     with fxzero.no_sync(model):
         loss = example.loss(model, rows_of_rank(first))
@@ -174,7 +174,7 @@ def test_no_sync_warns_where_it_has_no_effect(ranks: Pools, world: int, zero: in
 
 def ask_for_no_sync_in_vain(zero: int) -> None:
     """Job."""
-    example, model, reference = with_reference("gpt", zero)
+    example, model, reference = with_reference("odd_shapes", zero)
 
     def no_sync() -> AbstractContextManager[None]:
         return fxzero.no_sync(model)
@@ -196,7 +196,7 @@ def test_both_forwards_before_their_backwards(ranks: Pools, world: int, zero: in
 
 def keep_after_both_forwards(zero: int) -> None:
     """Job."""
-    example, model, reference = with_reference("gpt", zero)
+    example, model, reference = with_reference("odd_shapes", zero)
     first, second = batches_of(example, 2)
     for batch in (first, second):
         example.loss(reference, batch).backward()
