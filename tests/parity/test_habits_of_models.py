@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxzero
 from fxzero.compiler.compilation import Compilation
+from tests.pairwise import pairwise
 from tests.parity.harness import Pools
 from tests.tracing import observed
 
@@ -308,9 +309,9 @@ def count_graphs(zero: int, which: str) -> int:
     return len(found)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize("which", ["batch", "sequence"])
+@pytest.mark.parametrize(
+    ("world", "zero", "which"), pairwise((1, 2), (0, 3), ("batch", "sequence"))
+)
 def test_ten_sizes_are_two_graphs_at_most(ranks: Pools, world: int, zero: int, which: str) -> None:
     """Costs are computed with the sizes at hand, and nobody asks what a symbol is."""
     for graphs in ranks(world).run(count_graphs, zero, which):
