@@ -63,6 +63,7 @@ _PRELOAD = [
     "torch._inductor.compile_fx",
     "torch.distributed.tensor",
     "fxzero",
+    "tests.parity.preloaded",
 ]
 _WORKER_ENV = {
     "OMP_NUM_THREADS": "1",
