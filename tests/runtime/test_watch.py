@@ -140,10 +140,11 @@ def wait_for_one_that_gave_up() -> None:
     raise AssertionError(f"as expected: {found}")
 
 
-def test_a_wait_is_ended_though_the_next_rank_has_died(ranks: Pools) -> None:
+@pytest.mark.parametrize("world", [3])
+def test_a_wait_is_ended_though_the_next_rank_has_died(ranks: Pools, world: int) -> None:
     """Receiving from a dead rank closes no connection: the wait was ended by ending the process."""
     with pytest.raises(RanksFailedError) as caught:
-        ranks(3).run(wait_for_one_that_gave_up)
+        ranks(world).run(wait_for_one_that_gave_up)
     assert str(caught.value).count("AssertionError: as expected: ('R") == 1, caught.value
 
 
