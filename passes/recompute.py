@@ -212,7 +212,7 @@ class Recompute(DecidingPass[Repetitions]):
             asked = asked_to_repeat(node) and not reads_mutated
             if asked or (is_view(node) and not reads_mutated):
                 chosen: list[fx.Node] | None = [node]  # of a view its base is saved, or not
-            elif self.max_nodes and not _is_handed_on(node, repeated):
+            elif self.max_nodes and not _later_layer_repeats_from(node, repeated):
                 chosen = cheap_expression(node, self.max_nodes, saved, graph.mutated)
             else:
                 chosen = None
@@ -288,7 +288,7 @@ class Recompute(DecidingPass[Repetitions]):
         )
 
 
-def _is_handed_on(node: fx.Node, repeated: Collection[fx.Node]) -> bool:
+def _later_layer_repeats_from(node: fx.Node, repeated: Collection[fx.Node]) -> bool:
     """Whether a later layer repeats something from a node. Backward comes to that layer first, so
     that a chain of such nodes would be repeated, and held, at once, from the first layer on."""
     layer = stamp_of(node).layer

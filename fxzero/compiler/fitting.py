@@ -304,9 +304,10 @@ def missing_bytes(graph: StepGraph) -> int:
         source = node.meta.get("fxzero_source")
         key = source[1] if source is not None and source[0] == "state" else graph.inputs.get(node)
         spec = graph.specs.get(key) if key is not None else None
-        has_rows = spec is not None and node.meta["val"].shape == spec.local_shape
-        if spec is None or not has_rows or not spec.is_padded or not spec.shape:
-            continue  # a state may be a number
+        if spec is None or not spec.is_padded or not spec.shape:
+            continue
+        if node.meta["val"].shape != spec.local_shape:
+            continue  # a state that is a number has no rows
         rows = spec.chunk_rows - spec.local_shape[0]
         row_bytes = math.prod(spec.shape[1:]) * node.meta["val"].element_size()
         has_gradient = node in graph.inputs and key in graph.gradients.values()

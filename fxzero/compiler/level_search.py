@@ -112,10 +112,10 @@ class Search(Generic[T]):
 
     def _least_of(self, usual: Trial[T], levels: Levels | None) -> int:
         """What the usual room can come to: what was tried, or where nothing more was tried than
-        its first level, what all that is kept leaves."""
+        its first level, what all that may go before longer segments are tried leaves."""
         tried = [trial.peak_bytes for trial in self.trials if trial.room is usual.room]
         if len(tried) == 1 and levels is not None:
-            return tried[0] - (levels.kept_bytes[0] - levels.kept_bytes[-1])
+            return tried[0] - (levels.kept_bytes[0] - levels.kept_bytes[levels.last])
         return min(tried)
 
     def _first(
