@@ -34,6 +34,10 @@ class Size(str):
 
 LARGEST = (1 << 63) - 1
 
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+"""What a number of bytes may be counted in, in small letters."""
+
 
 def build(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     """Make a settings dataclass of a mapping, checking names and types.

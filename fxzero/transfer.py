@@ -17,6 +17,10 @@ import torch
 
 LINK = "link"
 """The resource that transfers between ranks share unless a group has a stream of its own."""
+PCIE_UP = "pcie_up"
+"""The resource of copies to the device."""
+PCIE_DOWN = "pcie_down"
+"""The resource of copies from the device."""
 
 
 class TransferKind(StrEnum):
@@ -27,12 +31,15 @@ class TransferKind(StrEnum):
     ALL_REDUCE = "all_reduce"
     ALL_TO_ALL = "all_to_all"
     BROADCAST = "broadcast"
+    COPY = "copy"
+    """From one pool of this rank's to another: no other rank takes part."""
 
 
 class Pool(StrEnum):
     """Where bytes are held."""
 
     DEVICE = "device"
+    HOST = "host"
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,8 @@ class Transfer:
     """What it occupies while it runs."""
     source: Pool = Pool.DEVICE
     target: Pool = Pool.DEVICE
+    bytes_per_s: float = 0.0
+    """What it is held back to, for tests and benchmarks; 0 for as fast as it goes."""
 
     @property
     def combines(self) -> tuple[object, ...]:
@@ -76,4 +85,6 @@ class Transfer:
         )
 
     def __str__(self) -> str:
+        if self.kind is TransferKind.COPY:
+            return f"{self.kind} from {self.source} to {self.target}"
         return f"{self.kind} over {self.group} of {self.size}"

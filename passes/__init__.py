@@ -10,9 +10,11 @@ from fxzero.passes.clip_grads import ClipGrads
 from fxzero.passes.draw_masks import DrawMasks
 from fxzero.passes.expand_layers import ExpandLayers
 from fxzero.passes.gather_ahead import GatherAhead
+from fxzero.passes.join_copies import JoinCopies
 from fxzero.passes.lower_kernels import LowerKernels
 from fxzero.passes.lower_regions import LowerRegions
 from fxzero.passes.lower_transfers import LowerTransfers
+from fxzero.passes.offload_states import OffloadStates
 from fxzero.passes.outline import Outline
 from fxzero.passes.prefetch import Prefetch
 from fxzero.passes.recompute import Recompute
@@ -32,10 +34,12 @@ __all__ = [
     "ExpandLayers",
     "Fact",
     "GatherAhead",
+    "JoinCopies",
     "LowerKernels",
     "LowerRegions",
     "LowerTransfers",
     "Notes",
+    "OffloadStates",
     "Outline",
     "Pass",
     "Prefetch",

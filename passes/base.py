@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 from fxzero.cost import AnalyticCosts, CostModel, load_cluster
+from fxzero.cost.throttle import Throttle
 from fxzero.graph import StepGraph
 from fxzero.passes.decisions import Decisions
 from fxzero.runtime.optimizers import OptimizerLayout
@@ -122,6 +123,8 @@ class Context:
     """Whether runs of compute will be compiled regions."""
     replays: bool = False
     """Whether the whole step will be one CUDA graph: it cannot ask a generator for its state."""
+    throttle: Throttle = field(default_factory=Throttle)
+    """What copies between pools are held back to."""
     level: Level | None = None
     """How much is given up for a memory budget, where there is one."""
     decompositions: dict[Any, Callable[..., Any]] = field(default_factory=dict)

@@ -79,6 +79,8 @@ def runs_on_gloo(transfer: TransferNodes) -> bool:
     """Whether a transfer that a pass has made goes over gloo."""
     if stamp_of(transfer.launch).made_by == "capture":
         return False  # the model's own: as its author wrote it
+    if transfer.is_copy:
+        return False
     on_cpu = transfer.tensors[0].meta["val"].device.type == "cpu"
     return on_cpu and backend_of(transfer.record.group, "cpu") == "gloo"
 

@@ -20,6 +20,7 @@ from fxzero.compiler.fitting import Fitting
 from fxzero.compiler.pipelines import DECIDING, Pipelines
 from fxzero.compiler.plan import OtherGraphError, Plan
 from fxzero.compiler.run import PassRecord, run_passes
+from fxzero.cost.throttle import Throttle
 from fxzero.errors import ConfigError, FxZeroWarning, VerificationError
 from fxzero.graph import StepGraph
 from fxzero.graph.aliases import root
@@ -68,6 +69,11 @@ class Compilation:
     def __post_init__(self) -> None:
         if self.config.plan:
             self.context.decisions.plan = Plan.read(self.config.plan, DECIDING)
+        self.context.throttle = self.config.throttle
+        if self.config.throttle != Throttle() and not self.config.states_share:
+            self.context.warnings.append(
+                f"{self.config.throttle} has no effect: nothing is copied to or from the host"
+            )
         for observe in observers:
             observe(self)
 

@@ -8,20 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from fxzero.compiler.memory_budget import NO_BUDGET, MemoryBudget
 from fxzero.cost.settings import CostSettings
+from fxzero.cost.throttle import Throttle
 from fxzero.passes import (
     Bucket,
     GatherAhead,
     LowerKernels,
     LowerRegions,
+    OffloadStates,
     Prefetch,
     Recompute,
 )
 from fxzero.passes.lower_regions import RegionBackend
 from fxzero.settings import Size, build, check_types
+
+
+class MemoryPreset(StrEnum):
+    """Names for where a step holds what it has."""
+
+    NONE = "none"
+    """All of it on the device."""
+    STATES_HOST = "states_host"
+    """ZeRO-Offload: optimizer state and fp32 masters in the host's memory, updated there."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,10 @@ class Config:
     """The most memory that a rank's step may take at its peak, by simulation: ``8GiB``,
     ``512MiB``, a number of bytes, ``80%`` of the device, ``auto`` (what the device has for this
     rank, less a tenth), or ``none``. As much is repeated in backward as it takes, and no more."""
+    memory: MemoryPreset = MemoryPreset.NONE
+    """Where things are held: a name that fills in the settings of passes, each of which may still
+    be given. ``states_host`` is ``offload_states.share=1``."""
+    throttle: Throttle = field(default_factory=Throttle)
     plan: str = ""
     """A file of decisions to replay to the letter instead of deciding: see
     ``fxzero inspect --plan``."""
@@ -50,6 +66,7 @@ class Config:
     recompute: Recompute = field(default_factory=Recompute)
     bucket: Bucket = field(default_factory=Bucket)
     prefetch: Prefetch = field(default_factory=Prefetch)
+    offload_states: OffloadStates = field(default_factory=OffloadStates)
     gather_ahead: GatherAhead = field(default_factory=GatherAhead)
     lower_regions: LowerRegions = field(default_factory=LowerRegions)
 
@@ -72,6 +89,13 @@ class Config:
     def budget(self) -> MemoryBudget | None:
         """The bound on memory, if there is one."""
         return MemoryBudget.parse(self.memory_budget)
+
+    @property
+    def states_share(self) -> float:
+        """The part of optimizer state that the host holds."""
+        if self.offload_states.share is not None:
+            return self.offload_states.share
+        return 1.0 if self.memory is MemoryPreset.STATES_HOST else 0.0
 
     @property
     def fuses(self) -> bool:

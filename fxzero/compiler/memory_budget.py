@@ -11,14 +11,12 @@ from dataclasses import dataclass
 
 from fxzero.errors import ConfigError
 from fxzero.schedule.simulate import Memory
-from fxzero.settings import Size
+from fxzero.settings import UNITS, Size
 
 NO_BUDGET = Size("none")
 MARGIN = 0.1
 """Of a device's memory, what ``auto`` leaves to allocators, libraries and code."""
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([a-z]*|%)", re.IGNORECASE)
 
 
@@ -48,8 +46,8 @@ class MemoryBudget:
             number, unit = float(match[1]), match[2]
             if unit == "%" and 0 < number <= 100:
                 return MemoryBudget(text, share=number / 100)
-            if unit in _UNITS and 1 <= number * _UNITS[unit] < 1 << 62:
-                return MemoryBudget(text, num_bytes=int(number * _UNITS[unit]))
+            if unit in UNITS and 1 <= number * UNITS[unit] < 1 << 62:
+                return MemoryBudget(text, num_bytes=int(number * UNITS[unit]))
         raise ConfigError(
             f"memory_budget={text!r} is no size. Say how much a rank may take: '8GiB', '512MiB', "
             "a number of bytes, '80%' of the device, 'auto', or 'none'."

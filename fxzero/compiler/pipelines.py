@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from fxzero.compiler.config import Config
+from fxzero.errors import ConfigError
 from fxzero.passes import (
     Accumulate,
     Bucket,
@@ -22,9 +23,11 @@ from fxzero.passes import (
     DrawMasks,
     ExpandLayers,
     GatherAhead,
+    JoinCopies,
     LowerKernels,
     LowerRegions,
     LowerTransfers,
+    OffloadStates,
     Outline,
     Pass,
     Prefetch,
@@ -50,7 +53,9 @@ SCHEDULING: tuple[type[Pass], ...] = (
     Bucket,
     ClipGrads,
     Update,
+    OffloadStates,
     Prefetch,
+    JoinCopies,
 )
 LOWERING: tuple[type[Pass], ...] = (
     LowerTransfers,
@@ -58,6 +63,9 @@ LOWERING: tuple[type[Pass], ...] = (
     ReleaseSaved,
     LowerRegions,
 )
+
+OFFLOADING = frozenset({OffloadStates, JoinCopies})
+"""Passes of steps that hold something outside of the device, and of no others."""
 
 DECIDING = tuple(kind.name for kind in SCHEDULING + LOWERING if issubclass(kind, DecidingPass))
 """The passes whose decisions a plan holds, by name."""
@@ -72,7 +80,17 @@ class Pipelines:
 
 
 def loop_passes(config: Config) -> Pipelines:
-    """The passes of the ordinary loop, whose forward and backward are called apart."""
+    """The passes of the ordinary loop, whose forward and backward are called apart.
+
+    Raises:
+        ConfigError: something is asked of its update, which is the user's own.
+    """
+    if config.states_share:
+        raise ConfigError(
+            f"offload_states.share={config.states_share:g} (memory={config.memory.value!r}): the "
+            "ordinary loop's update is the optimizer's own, of which a compiled graph sees "
+            "nothing. Train with fxzero.compile_step(model, optimizer, loss_fn)."
+        )
     return _pipelines(config, Door.LOOP)
 
 
@@ -100,6 +118,8 @@ def step_passes(
         Accumulate(micro_batches, unroll),
         ClipGrads(max_norm=max_norm, unscale=scaled, stop_unless_finite=stop),
     ]
+    if config.states_share:
+        own.append(OffloadStates(share=config.states_share))
     if config.cuda_graph:  # it replays the same memory: nothing can be in flight between two steps
         own.append(replace(config.gather_ahead, enabled=False))
     return _pipelines(config, Door.STEP, own)
@@ -112,7 +132,9 @@ def _pipelines(config: Config, door: Door, own: Iterable[Pass] = ()) -> Pipeline
         return tuple(
             given.get(kind) or getattr(config, kind.name, None) or kind()
             for kind in kinds
-            if door in kind.doors and (config.fuses or not kind.for_regions)
+            if door in kind.doors
+            and (config.fuses or not kind.for_regions)
+            and (config.states_share or kind not in OFFLOADING)
         )
 
     return Pipelines(made(SCHEDULING), made(LOWERING))

@@ -7,6 +7,8 @@ gather      (g−1)·α + (g−1)/g · S/B inside a node of g ranks, then (n−1
             between n nodes, S the full bytes: the ring of Thakur et al. 2005, section 4.1,
             once in each level
 all-reduce  a reduce-scatter and a gather: twice that
+copy        α + S/B of the rank's way to its host
+host        an update's bytes over the bandwidth of the host's memory
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from fxzero.graph.operators import num_bytes, tensor_bytes, uses_generator
 from fxzero.graph.pieces import Piece, Pieces, is_call
 from fxzero.graph.stamps import Role, stamp_of
 from fxzero.regions.cutout import cut_out, runs
-from fxzero.transfer import Transfer, TransferKind
+from fxzero.transfer import Pool, Transfer, TransferKind
 
 _NAMES = {
     torch.float64: "fp64",
@@ -239,8 +241,22 @@ class AnalyticCosts:
             seconds += work.num_random / device.random_per_s
         return seconds * 1e6 + work.num_kernels * device.launch_us
 
+    def host_us(self, update: fx.Node) -> float:
+        """See `CostModel`: what it reads and writes, by the bandwidth of the host's memory."""
+        return _update_bytes(update) / self.cluster.host.memory_bytes_per_s * 1e6
+
+    def _copy_us(self, copy: Transfer) -> float:
+        """α–β of a rank's own way to the host."""
+        host = self.cluster.host
+        bytes_per_s = host.up_bytes_per_s if copy.target is Pool.DEVICE else host.down_bytes_per_s
+        if copy.bytes_per_s:
+            bytes_per_s = min(bytes_per_s, copy.bytes_per_s)
+        return host.latency_us + copy.full_bytes / bytes_per_s * 1e6
+
     def transfer(self, transfer: Transfer) -> TransferCost:
         """See `CostModel`. The ranks of a group fill nodes one after the other."""
+        if transfer.kind is TransferKind.COPY:
+            return TransferCost(self._copy_us(transfer))
         size = transfer.size
         if size <= 1:
             return TransferCost(0.0)

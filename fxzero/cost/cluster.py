@@ -57,6 +57,23 @@ class LinkSpec:
 
 
 @dataclass(frozen=True)
+class HostSpec:
+    """The host's share of one device: how it is reached, and what updates there have."""
+
+    up_bytes_per_s: float = 2.5e10
+    """To the device. The figures of a cluster that has none are those of PCIe 4.0 x16, 31.5 GB/s
+    each way, of which copies reach some 80 %."""
+    down_bytes_per_s: float = 2.5e10
+    """From it."""
+    latency_us: float = 10.0
+    """Of one copy, however small."""
+    memory_bytes_per_s: float = 2.0e10
+    """Of the host's memory, for the updates of one device's parameters."""
+    memory_bytes: float = 1.0e11
+    """Of the host's memory, for one device."""
+
+
+@dataclass(frozen=True)
 class ClusterSpec:
     """Equal nodes of equal devices."""
 
@@ -68,6 +85,8 @@ class ClusterSpec:
     """Between nodes."""
     devices_per_node: int = 1
     num_nodes: int = 1
+    host: HostSpec = field(default_factory=HostSpec)
+    """Beside each device."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where the figures come from."""
 
@@ -88,6 +107,10 @@ class ClusterSpec:
             "intra.bytes_per_s": self.intra.bytes_per_s,
             "inter.bytes_per_s": self.inter.bytes_per_s,
             **{f"device.peak_flops.{dtype}": value for dtype, value in device.peak_flops.items()},
+            **{
+                f"host.{field}": getattr(self.host, field)
+                for field in _HOST_RATES
+            },
         }
         for what, value in positive.items():
             if not (value > 0 and math.isfinite(value)):
@@ -102,6 +125,7 @@ class ClusterSpec:
             "device.half_peak_flops": device.half_peak_flops,
             "device.launch_us": device.launch_us,
             "device.random_per_s": device.random_per_s,
+            "host.latency_us": self.host.latency_us,
             **{
                 f"{link}.{field}": getattr(getattr(self, link), field)
                 for link in ("intra", "inter")
@@ -175,6 +199,7 @@ def _parse(content: bytes, name: str) -> Any:
         raise ConfigError(f"cluster {name!r} is no YAML that can be read: {reason}") from None
 
 
+_HOST_RATES = ("up_bytes_per_s", "down_bytes_per_s", "memory_bytes_per_s", "memory_bytes")
 _TEXTS = ("name", "sources")
 _COUNTS = ("devices_per_node", "num_nodes")
 
@@ -183,7 +208,7 @@ def _read(kind: Any, values: Any, where: str) -> Any:
     """Make a spec of a mapping."""
     if not isinstance(values, dict):
         raise ConfigError(f"cluster {where}: expected a mapping, found {values!r}")
-    nested = {"device": DeviceSpec, "intra": LinkSpec, "inter": LinkSpec}
+    nested = {"device": DeviceSpec, "intra": LinkSpec, "inter": LinkSpec, "host": HostSpec}
     known = {f.name for f in fields(kind)}
     arguments: dict[str, Any] = {}
     for key, value in values.items():

@@ -175,8 +175,14 @@ class MeasuredCosts:
         """See `CostModel`: by the analytic model."""
         return self.base.operator_us(node)
 
+    def host_us(self, update: fx.Node) -> float:
+        """See `CostModel`: by the analytic model."""
+        return self.base.host_us(update)
+
     def transfer(self, transfer: Transfer) -> TransferCost:
         """See `CostModel`."""
+        if transfer.kind is TransferKind.COPY:
+            return self.base.transfer(transfer)
         if transfer.size <= 1 or not dist.is_initialized():
             return TransferCost(0.0)
         if transfer.size != dist.get_world_size():

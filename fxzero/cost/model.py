@@ -45,6 +45,10 @@ class CostModel(Protocol):
         """Microseconds of one operator by itself: never measured, as there are thousands."""
         ...
 
+    def host_us(self, update: fx.Node) -> float:
+        """Microseconds of an update that runs on the host."""
+        ...
+
     def transfer(self, transfer: Transfer) -> TransferCost:
         """What a transfer takes."""
         ...
@@ -70,6 +74,10 @@ class FixedCosts:
     def operator_us(self, node: fx.Node) -> float:
         """See `CostModel`."""
         return self.compute_us([node])
+
+    def host_us(self, update: fx.Node) -> float:
+        """See `CostModel`."""
+        return self.compute_us([update])
 
     def transfer(self, transfer: Transfer) -> TransferCost:
         """See `CostModel`."""

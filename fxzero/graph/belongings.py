@@ -19,6 +19,7 @@ from fxzero.graph.launch import call_of, full_bytes, record_of_call
 from fxzero.graph.operators import is_random
 from fxzero.graph.stamps import Lane, Phase, Role, stamp_of
 from fxzero.graph.step_graph import StepGraph, TransferNodes, sent_by
+from fxzero.transfer import TransferKind
 
 
 class Finding(NamedTuple):
@@ -38,7 +39,7 @@ def wrong_transfers(graph: StepGraph) -> Iterator[Finding]:
         for part in transfer.parts:
             sent, expected = _what_was_sent(transfer, part)
             given = stamp_of(part).params
-            if transfer.stamp.lane is Lane.GATHER:
+            if transfer.stamp.lane in (Lane.GATHER, Lane.H2D):
                 expected = _params_behind((sent,)) if sent is not None else ()
             if expected and given and not set(given) <= set(expected):
                 yield Finding(
@@ -81,7 +82,7 @@ def _wrong_group(graph: StepGraph, transfer: TransferNodes) -> Iterator[Finding]
     """A transfer over other ranks than those along its axis of the parameters' mesh."""
     record = transfer.record
     for key in transfer.stamp.params:
-        if key not in graph.specs:
+        if transfer.is_copy or key not in graph.specs:
             continue
         layout = graph.specs[key].layout
         due = layout.gathers if transfer.stamp.lane is Lane.GATHER else layout.reductions
@@ -104,6 +105,8 @@ def wrong_calls(graph: StepGraph) -> Iterator[Finding]:
             rule = f"{launch.name} is stamped as a launch and says nothing of its transfer"
             yield Finding(launch, rule, "Emit transfers by fxzero.graph.launch.")
             continue
+        if record.kind is TransferKind.COPY:
+            continue  # see `fxzero.graph.lanes`
         if stamp_of(launch).made_by == "capture":
             found = record_of_call(launch)
             said = str(record)

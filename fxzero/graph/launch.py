@@ -111,6 +111,20 @@ def emit_launch(
     return graph.call(target, arguments, stamp=stamp, name=name)
 
 
+def emit_copy(
+    graph: StepGraph,
+    target: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    record: Transfer,
+    stamp: Stamp,
+    name: str,
+    value: list[Any],
+) -> fx.Node:
+    """Emit the launch of a copy between pools: of `fxzero.runtime.copies`, on its own lane."""
+    stamp = stamp.but(role=Role.LAUNCH, transfer=record)
+    return graph.call(target, arguments, stamp=stamp, name=name, value=value)
+
+
 def emit_wait(graph: StepGraph, launch: fx.Node, stamp: Stamp) -> fx.Node:
     """Emit the wait of a launch."""
     stamp = stamp.but(role=Role.WAIT)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from fxzero.errors import VerificationError
-from fxzero.transfer import Transfer
+from fxzero.transfer import Pool, Transfer
 
 _KEY = "fxzero"
 
@@ -37,6 +37,16 @@ class Lane(StrEnum):
     GATHER = "gather"
     REDUCE = "reduce"
     ALL_TO_ALL = "all_to_all"
+    H2D = "h2d"
+    """Copies from the host's memory to the device."""
+    D2H = "d2h"
+    """Copies from the device to the host's memory."""
+    HOST = "host"
+    """What the host computes beside the device: updates of what is in its memory."""
+
+
+BESIDE_COMPUTE = frozenset({Lane.H2D, Lane.D2H, Lane.HOST})
+"""Lanes that no other rank has a part in, and that take no time of the device."""
 
 
 class Role(StrEnum):
@@ -71,6 +81,8 @@ class Role(StrEnum):
     """Adds a micro-step's gradient to those of the micro-steps before."""
     UPDATE = "update"
     """Changes parameters, optimizer state or buffers in place."""
+    JOIN = "join"
+    """Waits for the updates that run on the host."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +106,8 @@ class Stamp:
     """Which of the step's micro-batches it works on."""
     transfer: Transfer | None = None
     """What a launch starts."""
+    pool: Pool = Pool.DEVICE
+    """Where its value is held."""
 
     def but(self, **changes: Any) -> Stamp:
         """The same stamp, but for some fields: what ``dataclasses.replace`` makes, for every node

@@ -19,7 +19,7 @@ from fxzero.graph.node_text import node_line
 from fxzero.graph.pieces import Pieces, called
 from fxzero.graph.stamps import Lane, Phase, Role, Segment, Stamp, set_stamp, stamp_of
 from fxzero.sharding.params import ParamSpec
-from fxzero.transfer import Transfer
+from fxzero.transfer import Transfer, TransferKind
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class TransferNodes:
 
     @property
     def of_parameters(self) -> bool:
-        """Whether it moves parameters or their gradients: a model's own transfers do not, nor
-        does the norm's sum."""
+        """Whether it moves parameters or their gradients, between ranks or between pools: a model's
+        own transfers do not, nor does the norm's sum."""
         return bool(self.stamp.params)
 
     @property
@@ -57,9 +57,15 @@ class TransferNodes:
         return bool(self.stamp.again) and self.stamp.lane is Lane.GATHER
 
     @property
+    def is_copy(self) -> bool:
+        """Whether it moves something between this rank's own pools."""
+        return self.record.kind is TransferKind.COPY
+
+    @property
     def is_placed(self) -> bool:
-        """Whether a pass chooses when it runs: a model's own stay where its author put them."""
-        return self.of_parameters or self.of_activations
+        """Whether `prefetch` chooses when it runs: a model's own stay where its author put them,
+        and copies have lanes of their own."""
+        return (self.of_parameters and not self.is_copy) or self.of_activations
 
     @property
     def stamp(self) -> Stamp:

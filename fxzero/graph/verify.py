@@ -12,6 +12,8 @@
     updates       an update takes the parameter's own gradient and state; nothing reads a
                   parameter, or a buffer, after it was updated, but the next step's gathers,
                   which do not start before
+    lanes         what runs beside compute is waited for before it is read, or before what it
+                  reads is changed; no place in the host's memory is given twice
     randomness    a random node is never run twice, but from the state that its generator had
     parts         what is gathered again is what was cut, over the ranks that it was cut for
 
@@ -44,6 +46,7 @@ from fxzero.graph.belongings import (
     wrong_updates,
 )
 from fxzero.graph.constants import mismatch
+from fxzero.graph.lanes import wrong_lanes
 from fxzero.graph.node_text import node_line, source_line
 from fxzero.graph.operators import is_random
 from fxzero.graph.stamps import Lane, Role, has_stamp, stamp_of
@@ -193,7 +196,7 @@ def _is_part(node: fx.Node) -> bool:
 
 def _only_read_by(graph: StepGraph, after: str, node: fx.Node, waits: list[fx.Node]) -> None:
     for user in node.users:
-        if user not in waits:
+        if user not in waits and stamp_of(user).role is not Role.RELEASE:
             _fail(
                 graph,
                 user,
@@ -306,6 +309,7 @@ def check_updates(graph: StepGraph, after: str, *, lowered: bool = False) -> Non
         "Move the update behind the last reader.",
     )
     _none_of(graph, after, wrong_updates(graph))
+    _none_of(graph, after, wrong_lanes(graph))
     _none_of(graph, after, early_launches(graph))
     steps = micro_steps(graph)
     for node in () if lowered else updates:
@@ -332,6 +336,8 @@ def _reductions(node: fx.Node) -> list[str] | None:
             record = stamp_of(launch_of(node)).transfer
             groups.append(record.group if record is not None else "")
             node = sent_as(node)
+        elif stamp.role is Role.PART and stamp.lane is Lane.HOST:
+            node = sent_as(node)  # a copy on the host
         elif stamp.role is Role.KEEP and node.target is torch.ops.fxzero.keep_grad.default:
             return None
         elif stamp.role is Role.ACCUMULATE:

@@ -52,9 +52,10 @@ def account_of(graph: StepGraph) -> Account | None:
 
 
 def _launches(graph: StepGraph) -> list[fx.Node]:
-    """What starts a transfer, in launch order, be it for the next step."""
+    """What starts a transfer between ranks, in launch order, be it for the next step."""
     roles = (Role.LAUNCH, Role.AHEAD)
-    return [n for n in graph.nodes() if stamp_of(n).role in roles]
+    found = [n for n in graph.nodes() if stamp_of(n).role in roles]
+    return [n for n in found if _record_of(n).kind is not TransferKind.COPY]
 
 
 def _is_untagged(launch: fx.Node) -> bool:
@@ -91,7 +92,7 @@ def _record_of(launch: fx.Node) -> Transfer:
 
 def _about(graph: StepGraph) -> dict[str, Any]:
     """What a person wants to know, in case ranks disagree."""
-    transfers = graph.transfers()
+    transfers = [transfer for transfer in graph.transfers() if not transfer.is_copy]
     uses: dict[str, str] = {}
     for transfer in transfers:
         for key, part in zip(transfer.stamp.params, transfer.parts, strict=False):

@@ -18,6 +18,7 @@ from fxzero.graph.steady import find_loop, runs_of
 from fxzero.graph.verify import check_constants
 from fxzero.ranks import agree, lost
 from fxzero.runtime.account import account_of
+from fxzero.runtime.lanes import drain
 from fxzero.runtime.looped import looped
 from fxzero.sharding.full_parameter import check_returned_copies
 from fxzero.sharding.gradients import note_reduced
@@ -28,8 +29,8 @@ def traffic_of(graph: StepGraph) -> Traffic:
     """What one run of a graph communicates: buckets, and bytes of the full tensors in them."""
     total = Traffic()
     for transfer in graph.transfers():
-        if not transfer.of_parameters:
-            continue  # the norm's single number, and the model's own
+        if not transfer.of_parameters or transfer.is_copy:
+            continue  # the norm's single number, the model's own, and what no other rank sees
         runs = runs_of(graph, transfer.stamp)
         if transfer.stamp.lane is Lane.GATHER:
             total.num_gathers += runs
@@ -66,6 +67,7 @@ def executable(
     traffic = traffic_of(graph)
     returned = dict(gradients or {})
     account = account_of(graph)
+    has_lanes = any(transfer.is_copy for transfer in graph.transfers())
 
     def call(inputs: list[Any]) -> Any:
         check_returned_copies()
@@ -73,11 +75,16 @@ def executable(
         inputs.clear()
         for state in states:
             state.traffic.add(traffic)
-        with below_autograd():
-            if account is None:
-                results = forward(attributes, *arguments)
-            else:
-                results = run(account, arguments)
+        try:
+            with below_autograd():
+                if account is None:
+                    results = forward(attributes, *arguments)
+                else:
+                    results = run(account, arguments)
+        except BaseException:
+            if has_lanes:
+                drain()
+            raise
         for position, key in returned.items():
             if isinstance(results[position], Tensor):
                 note_reduced(key, results[position])

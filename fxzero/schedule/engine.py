@@ -26,6 +26,8 @@ from fxzero.transfer import LINK, Pool
 
 COMPUTE = "compute"
 """The resource that issues all others, and runs what is computed."""
+HOST = "host"
+"""The host's cores, where they update parameters beside compute."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Task:
     holds: tuple[Hold, ...] = ()
     resource: str = ""
     """What it occupies; by default compute, or for every other lane the link."""
+    by_event: bool = False
+    """Whether its own resource waits for what it needs, and not compute, which issues it."""
 
     @property
     def occupies(self) -> str:
@@ -240,7 +244,8 @@ class Clock:
             end = self.ended[before]
             if end > ready:
                 ready, late = end, before
-        if late >= 0:
+        issued_us = host_us if task.by_event else ready
+        if late >= 0 and not task.by_event:
             self.stalls[index] = (graph.tasks[late].lane, ready - host_us)
         for pool, num_bytes in graph.begins[index]:
             held = self.held[pool] = self.held[pool] + num_bytes
@@ -253,7 +258,7 @@ class Clock:
         else:
             start = max(ready, free_us[resource])
             free_us[resource] = end = start + task.us
-            free_us[COMPUTE] = ready + task.host_us
+            free_us[COMPUTE] = issued_us + task.host_us
         self.ended[index] = end
         for position in graph.ended_by[index]:
             self.missing[position] -= 1

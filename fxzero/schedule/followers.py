@@ -16,13 +16,15 @@ from torch import fx
 
 from fxzero.graph import Phase, Role
 from fxzero.graph.aliases import is_view
-from fxzero.graph.stamps import stamp_of
+from fxzero.graph.stamps import BESIDE_COMPUTE, stamp_of
 
 
 def is_follower(node: fx.Node) -> bool:
     """Whether a node runs as soon as it can, between two units."""
     stamp = stamp_of(node)
-    return stamp.phase is Phase.OPTIMIZER or stamp.role in (Role.ACCUMULATE, Role.ROWS)
+    if stamp.phase is Phase.OPTIMIZER or stamp.lane in BESIDE_COMPUTE:
+        return True
+    return stamp.role in (Role.ACCUMULATE, Role.ROWS)
 
 
 def through_followers(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -17,7 +17,7 @@ from torch import fx
 from fxzero.cost.model import CostModel
 from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
-from fxzero.graph.stamps import stamp_of
+from fxzero.graph.stamps import BESIDE_COMPUTE, stamp_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.schedule.followers import is_follower, through_followers
 from fxzero.schedule.keep import gathered_in_forward
@@ -64,7 +64,7 @@ class Inventory:
         self.own_us = {
             t.launch: costs.transfer(t.record).wire_us
             for t in every
-            if not t.is_placed and t.stamp.phase is not Phase.OPTIMIZER
+            if not (t.is_placed or t.is_copy or t.stamp.phase is Phase.OPTIMIZER)
         }
         self.unit_us = [self._unit_cost(unit.nodes) for unit in self.units]
         self.transfer_costs = {t.launch: costs.transfer(t.record) for t in transfers}
@@ -179,13 +179,15 @@ class Inventory:
         follower_us: dict[int, float] = defaultdict(float)
         tail: list[fx.Node] = []
         for node in self.followers:
+            if stamp_of(node).lane in BESIDE_COMPUTE:
+                continue
             waits = behind[node]
             if len(waits) == 1:
                 follower_us[next(iter(waits))] += self.costs.compute_us([node])
             else:
                 tail.append(node)
         # Transfers of the optimizer phase: the norm's sum, which everything waits for.
-        blocking = self.step.transfers(phase=Phase.OPTIMIZER)
+        blocking = [t for t in self.step.transfers(phase=Phase.OPTIMIZER) if not t.is_copy]
         wires = (self.costs.transfer(t.record).wire_us for t in blocking)
         return follower_us, self.costs.compute_us(tail) + sum(wires)
 

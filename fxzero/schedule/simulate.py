@@ -9,7 +9,7 @@ the next begins: two steps are replayed then, and the second one is told of.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,8 +21,9 @@ from fxzero.graph.stamps import stamp_of
 from fxzero.graph.steady import STEADY, begins
 from fxzero.runtime.ahead import Launch, Take
 from fxzero.schedule import engine
-from fxzero.schedule.engine import COMPUTE, Hold, Stretch, Task, TaskGraph, alive_at
+from fxzero.schedule.engine import COMPUTE, HOST, Hold, Stretch, Task, TaskGraph, alive_at
 from fxzero.schedule.storage import Kind, Storage, storages_of
+from fxzero.transfer import Pool
 
 
 class Span(NamedTuple):
@@ -88,6 +89,8 @@ class Memory:
     transfers_bytes: int
     """The most that transfers hold at once: gathered parameters that will be released, and
     gradients that are still to be reduced. What `prefetch.budget_bytes` bounds."""
+    host_bytes: int = 0
+    """What is held in the host's memory: the arena. All else is the device's."""
 
     def by_kind(self) -> dict[str, int]:
         """Bytes at the peak by what they are for."""
@@ -168,12 +171,19 @@ class Program:
         """What one step holds."""
         order = range(len(self.graph))
         found = engine.replay(self.graph, order)
-        always = sum(hold.num_bytes for hold in self.resident)
+        always, on_host = (
+            sum(hold.num_bytes for hold in self.resident if hold.pool is pool)
+            for pool in (Pool.DEVICE, Pool.HOST)
+        )
         peak = max(range(len(order)), key=found.held_bytes.__getitem__, default=None)
         holds = list(self.resident)
         if peak is not None:
             holds += alive_at(self.graph, order, peak)
-        alive = [Alive(h.name, Kind(h.kind), h.num_bytes) for h in holds if h.num_bytes]
+        alive = [
+            Alive(h.name, Kind(h.kind), h.num_bytes)
+            for h in holds
+            if h.num_bytes and h.pool is Pool.DEVICE
+        ]
         alive.sort(key=lambda item: (-item.num_bytes, item.name))
         names = [task.name for task in self.graph.tasks]
         return Memory(
@@ -183,6 +193,7 @@ class Program:
             curve=tuple((n, always + b) for n, b in zip(names, found.held_bytes, strict=True)),
             alive=tuple(alive),
             transfers_bytes=self._of_transfers().peak_bytes,
+            host_bytes=on_host + found.peaks.get(Pool.HOST, 0),
         )
 
     def _of_transfers(self) -> engine.Replay:
@@ -214,7 +225,6 @@ def tasks_of(graph: StepGraph, costs: CostModel, *, fuses: bool) -> Program:
     """
     storages = storages_of(graph, fuses=fuses)
     transfers = {t.launch: t for t in graph.transfers()}
-    joined = {t.wait: launch for launch, t in transfers.items()}
     takes = {id(n.target.ahead): n for n in transfers if isinstance(n.target, Take)}
     place = {node: i for i, group in enumerate(storages.groups) for node in group}
     ahead: dict[int, int] = {}
@@ -236,8 +246,11 @@ def tasks_of(graph: StepGraph, costs: CostModel, *, fuses: bool) -> Program:
             )
             if launch is not node:
                 ahead[place[launch]] = i
-        elif node in joined:
-            task = replace(task, lane=stamp.lane, after=(place[joined[node]],))
+        elif after := awaited(node, transfers):
+            task = replace(task, lane=stamp.lane, after=tuple(place[n] for n in after))
+            if stamp.lane is Lane.HOST:
+                us = costs.host_us(node) if stamp.role is Role.UPDATE else 0.0
+                task = replace(task, us=us, resource=HOST, by_event=True)
         elif stamp.role not in (Role.PART, Role.RELEASE, Role.ROWS):
             task = replace(task, us=costs.compute_us(group))
         tasks.append(task)
@@ -264,6 +277,18 @@ def tasks_of(graph: StepGraph, costs: CostModel, *, fuses: bool) -> Program:
         ahead,
         tuple(resident),
     )
+
+
+def awaited(node: fx.Node, launches: Collection[fx.Node]) -> list[fx.Node]:
+    """What a node waits for of all that runs beside compute: launches, and updates on the host."""
+    if stamp_of(node).role is Role.PART:
+        return []
+    return [
+        source
+        for source in node.all_input_nodes
+        if source in launches
+        or (source.op == "call_function" and stamp_of(source).lane is Lane.HOST)
+    ]
 
 
 def _stretches(graph: StepGraph, place: Mapping[fx.Node, int]) -> tuple[Stretch, ...]:

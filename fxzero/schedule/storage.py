@@ -31,7 +31,8 @@ from fxzero.cost.workspace import piece_bytes, workspace_bytes
 from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import num_bytes, tensor_bytes, writes_memory
-from fxzero.graph.stamps import stamp_of
+from fxzero.graph.stamps import BESIDE_COMPUTE, stamp_of
+from fxzero.graph.step_graph import sent_by
 from fxzero.regions.cutout import Cutout, cut_out, end_of_run, is_lowerable, runs
 from fxzero.regions.region import Region
 from fxzero.runtime import collectives
@@ -190,10 +191,13 @@ class _Walk:
                 kind = Kind.PARAMETERS
             elif source is not None and source[0] == "state":
                 kind = Kind.OPTIMIZER_STATE
+            elif source is not None and source[0] == "staging":
+                kind = Kind.GRADIENTS
             else:
                 kind = Kind.INPUTS
             storage = self._make(node, num_bytes(node), kind, None)
             storage.stays = True
+            storage.pool = stamp_of(node).pool
             self.storage[node] = [storage]
 
     def _alias(self, node: fx.Node, source: fx.Node) -> None:
@@ -201,7 +205,9 @@ class _Walk:
 
     def _run_node(self, node: fx.Node) -> None:
         stamp = stamp_of(node) if node.op == "call_function" else None
-        if stamp is not None and stamp.role is Role.RELEASE:
+        if stamp is not None and stamp.lane in BESIDE_COMPUTE:
+            self._beside_compute(node)
+        elif stamp is not None and stamp.role is Role.RELEASE:
             for source in node.all_input_nodes:
                 for storage in self.storage.get(source, ()):
                     storage.ended_by = node
@@ -328,6 +334,28 @@ class _Walk:
                 storage.gathered = self.graph.specs[key].zero == 3
             for storage in made if gathers and stamp_of(node).again else ():
                 storage.gathered = True
+
+    def _beside_compute(self, node: fx.Node) -> None:
+        """Copies between pools, and updates on the host."""
+        stamp = stamp_of(node)
+        if stamp.role is Role.PART:
+            self._part(node)
+        elif stamp.role is Role.RELEASE:  # what was copied from the device has been read now
+            for copy in node.all_input_nodes:
+                for source in sent_by(copy):
+                    for storage in self.storage.get(source, ()):
+                        storage.readers[node] = None
+        elif stamp.role is Role.WAIT:
+            self._alias(node, node.all_input_nodes[0])
+        elif stamp.role is Role.LAUNCH and stamp.lane is Lane.H2D:
+            values = node.meta["val"]
+            self.storage[node] = [
+                self._new(node, tensor_bytes(value), Kind.PARAMETERS) for value in values
+            ]
+        elif stamp.role is Role.LAUNCH:
+            staging = node.args[2]
+            assert isinstance(staging, fx.Node)
+            self.storage[node] = self.storage[staging] * len(node.meta["val"])
 
     def _wait(self, node: fx.Node) -> None:
         (launch, *_) = node.all_input_nodes

@@ -6,6 +6,7 @@ exp_avg_h_0_weight  a tensor of the optimizer's state, looked up on every call, 
                     a loaded state dict takes effect
 group_0             a parameter group, for its learning rate and whatever else changes
 inverse_scale       one over the loss scale
+staging             where in the host's memory gradients arrive: see `fxzero.runtime.arena`
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from torch.distributed.tensor import DTensor
 from fxzero import _compat
 from fxzero.errors import CaptureError, ConfigError
 from fxzero.graph import StepGraph
+from fxzero.graph.operators import num_bytes
+from fxzero.graph.stamps import stamp_of
+from fxzero.runtime.arena import Home, HostArena, Layout, arena_for, arena_of
 from fxzero.runtime.optimizers import OptimizerLayout, create_state
+from fxzero.transfer import Pool
 
 
 class Binder:
@@ -42,16 +47,27 @@ class Binder:
         self.tangents: list[tuple[int, Tensor]] = []
         self.inverse_scales: list[tuple[int, Tensor]] = []
         """Positions in the graph, and what such an input looks like."""
+        self.staging: list[tuple[int, int]] = []
+        """The position in the graph of where gradients arrive on the host, and its bytes."""
+        self.homes: list[tuple[int, Home]] = []
+        """Positions in the graph of what lives on the host."""
+        self._arena: HostArena | None = None
         self._micro_batches = micro_batches
         self._constants: tuple[float, list[tuple[int, Tensor]]] = (-1.0, [])
         self.parameters = {key: index for key, index in position.items() if index is not None}
         """Positions of the parameters in Dynamo's inputs, by key."""
         for i, node in enumerate(self.placeholders):
+            source = node.meta.get("fxzero_source")
+            if stamp_of(node).pool is Pool.HOST and source != ("staging",):
+                key, name = (graph.inputs[node], "") if source is None else source[1:]
+                self.homes.append((i, (key, name)))
             match node.meta.get("fxzero_source"):
                 case ("state", key, name):
                     self.state.setdefault(self.parameters[key], []).append((i, name))
                 case ("group", index):
                     self.groups.append((i, index))
+                case ("staging",):
+                    self.staging.append((i, num_bytes(node)))
                 case ("inverse_scale",):
                     self.inverse_scales.append((i, node.meta["val"]))
                 case None:
@@ -108,6 +124,8 @@ class Binder:
                     self._restore_state()
                     value = state[inputs[index]][name]
                 values[i] = _compat.local_tensor(value) if isinstance(value, DTensor) else value
+        if self.homes:
+            self._bring_home(values)
         for i, group in self.groups:
             values[i] = self.optimizer.param_groups[group]
         if self._constants[0] != loss_scale:
@@ -115,6 +133,18 @@ class Binder:
         for i, value in self._constants[1]:
             values[i] = value
         return values
+
+    def _bring_home(self, values: list[Any]) -> None:
+        """Let what lives in the host's memory be there: state may have been loaded, or made anew."""
+        arena = arena_of(self.optimizer)
+        if arena is None or arena is not self._arena:
+            layouts = {home: Layout.of(values[i]) for i, home in self.homes}
+            staging_bytes = sum(num_bytes for _, num_bytes in self.staging)
+            arena = self._arena = arena_for(self.optimizer, layouts, staging_bytes)
+        for i, home in self.homes:
+            arena.bring_home(home, values[i])
+        for i, _ in self.staging:
+            values[i] = arena.staging
 
     def _restore_state(self) -> None:
         """Begin with fresh state where somebody has cleared it, as the optimizer itself would."""

@@ -1,0 +1,131 @@
+"""What must hold between lanes: what `verify` asks of copies between pools, and of host updates.
+
+    up = upload([w]); …; wait(up); A(w')       the device reads no memory of the host but copies,
+                                               and their waits come before what they copy changes
+    down = download([dw]); h = arrived(down)   only the host's lane reads what only it waits for
+    u = update([w], [h]); …; join([u])         nothing else reads what an update is changing
+
+A read in one lane of what another one writes is ordered by a wait, or it is a race, which may show
+on one machine and not on another. None of it needs a run to be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from fxzero.graph.belongings import Finding
+from fxzero.graph.operators import num_bytes
+from fxzero.graph.stamps import BESIDE_COMPUTE, Lane, Role, stamp_of
+from fxzero.graph.step_graph import StepGraph, TransferNodes
+from fxzero.transfer import Pool
+
+
+def wrong_lanes(graph: StepGraph) -> Iterator[Finding]:
+    """Reads that nothing orders, places that are given twice, and copies of something else."""
+    found = [transfer for transfer in graph.transfers() if transfer.is_copy]
+    updates = [n for n in graph.nodes(role=Role.UPDATE) if stamp_of(n).lane is Lane.HOST]
+    yield from _read_by_compute(graph)
+    for copy in found:
+        yield from _wrong_record(copy)
+        if copy.stamp.lane is Lane.H2D:
+            yield from _changed_meanwhile(copy)
+    for update in updates:
+        yield from _not_joined(graph, update)
+    yield from _shared_places([copy for copy in found if copy.stamp.lane is Lane.D2H])
+
+
+def _read_by_compute(graph: StepGraph) -> Iterator[Finding]:
+    """Values in the host's memory are for copies and for the host's lane."""
+    for node in graph.graph.nodes:
+        if node.op == "output" or stamp_of(node).pool is not Pool.HOST:
+            continue
+        for user in node.users:
+            if user.op == "output" or stamp_of(user).lane not in BESIDE_COMPUTE:
+                yield Finding(
+                    user,
+                    f"{user.name} reads {node.name}, which is in the host's memory and which "
+                    "nothing makes it wait for",
+                    "Read a copy of it, behind its wait: fxzero.passes.offload_states.",
+                )
+
+
+def _wrong_record(copy: TransferNodes) -> Iterator[Finding]:
+    """A record that says something else than what is copied."""
+    record, sent = copy.record, copy.tensors
+    pools = (Pool.HOST, Pool.DEVICE) if copy.stamp.lane is Lane.H2D else (Pool.DEVICE, Pool.HOST)
+    moved = sum(value.numel() for value in copy.launch.meta["val"]) * record.dtype.itemsize
+    said = (record.num_tensors, record.full_bytes, record.source, record.target)
+    if said != (len(sent), moved, *pools):
+        yield Finding(
+            copy.launch,
+            f"{copy.launch.name} copies {len(sent)} tensors, {moved} bytes, from {pools[0]} to "
+            f"{pools[1]}, and its record says {said}",
+            "Write the record when the tensors are known.",
+        )
+
+
+def _changed_meanwhile(copy: TransferNodes) -> Iterator[Finding]:
+    """What is being copied to the device must not change before the copy is there."""
+    for source in copy.tensors:
+        for user in source.users:
+            if stamp_of(user).role is Role.UPDATE and user < copy.wait:
+                yield Finding(
+                    user,
+                    f"{user.name} changes {source.name} while {copy.launch.name} copies it, which "
+                    f"is waited for by {copy.wait.name}",
+                    "Wait for the copy first.",
+                )
+
+
+def _not_joined(graph: StepGraph, update: fx.Node) -> Iterator[Finding]:
+    """An update on the host is waited for once, before anything but its lane reads what it
+    changes."""
+    joins = [user for user in update.users if stamp_of(user).role is Role.JOIN]
+    if len(joins) != 1 or len(update.users) != 1:
+        yield Finding(
+            update,
+            f"{update.name}, which runs on the host, is joined {len(joins)} times and read "
+            f"{len(update.users)} times",
+            "Every update on the host is joined once, and nothing else reads it.",
+        )
+        return
+    for node in update.all_input_nodes:
+        if node.op != "placeholder" or stamp_of(node).pool is not Pool.HOST:
+            continue
+        for user in node.users:
+            if update < user < joins[0] and user is not update:
+                yield Finding(
+                    user,
+                    f"{user.name} reads {node.name}, which {update.name} changes until "
+                    f"{joins[0].name}",
+                    "Read it before the update starts, or once it is joined.",
+                )
+
+
+def _shared_places(copies: list[TransferNodes]) -> Iterator[Finding]:
+    """Places in the staging area, all of which are read until the step's end."""
+    taken: list[tuple[int, int, fx.Node]] = []
+    for copy in copies:
+        _, _, staging, offsets, _ = copy.launch.args
+        assert isinstance(staging, fx.Node)
+        assert isinstance(offsets, (list, tuple))
+        for begin, tensor in zip(offsets, copy.tensors, strict=True):
+            taken.append((int(begin), int(begin) + num_bytes(tensor), copy.launch))  # type: ignore[arg-type]
+            if taken[-1][1] > num_bytes(staging):
+                yield Finding(
+                    copy.launch,
+                    f"{copy.launch.name} copies {tensor.name} to bytes {taken[-1][:2]} of "
+                    f"{num_bytes(staging)}",
+                    "Make the staging area as large as what is copied to it.",
+                )
+    taken.sort(key=lambda place: place[:2])
+    for (_, end, first), (begin, until, second) in zip(taken, taken[1:], strict=False):
+        if begin < end and until > begin:
+            yield Finding(
+                second,
+                f"{second.name} copies to byte {begin}, where {first.name} has copied what ends "
+                f"at {end} and is still to be read",
+                "Give every gradient a place of its own.",
+            )

@@ -1,0 +1,116 @@
+"""The host's memory for what does not stay on the device: one block, handed out by offset.
+
+    homes      parameters and optimizer state: ``p``'s own tensor, ``optimizer.state[p]``'s own,
+               whose memory is here; whoever reads, saves or loads them sees nothing of that
+    staging    where gradients arrive
+
+ZeRO-Offload's parameters are its masters: there is no second copy of them on the host, so that
+whatever somebody writes to a parameter between two steps is what the next one begins with.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+ALIGNMENT = 64
+"""Bytes: a cache line, and what vector instructions want."""
+
+Home = tuple[str, str]
+"""A parameter's key, and the name of one of its optimizer state's tensors; "" for itself."""
+
+
+def aligned(num_bytes: int) -> int:
+    """So many bytes, rounded up to where the next tensor may begin."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a tensor at home looks like."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor) -> Layout:
+        """A tensor's own, without gaps if it has some."""
+        dense = torch.empty_like(tensor, device="meta")
+        return Layout(tuple(tensor.shape), dense.stride(), tensor.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes: there are no gaps in it."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def at(self, memory: Tensor, offset: int) -> Tensor:
+        """Such a tensor in some bytes, from one of them on."""
+        flat = memory[offset : offset + self.num_bytes].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
+class HostArena:
+    """The block of one optimizer's step.
+
+    Args:
+        homes: what lives in it.
+        staging_bytes: what gradients need on their way.
+    """
+
+    def __init__(self, homes: Mapping[Home, Layout], staging_bytes: int) -> None:
+        self.homes = dict(homes)
+        offsets, total = {}, 0
+        for home, layout in self.homes.items():
+            offsets[home] = total
+            total += aligned(layout.num_bytes)
+        self.num_bytes = total + staging_bytes
+        """All of it."""
+        self.memory = torch.empty(self.num_bytes, dtype=torch.uint8)
+        self.staging = self.memory[total:]
+        self._tensors = {
+            home: layout.at(self.memory, offsets[home]) for home, layout in self.homes.items()
+        }
+
+    def fits(self, homes: Mapping[Home, Layout], staging_bytes: int) -> bool:
+        """Whether it has room for a graph."""
+        known = all(self.homes.get(home) == layout for home, layout in homes.items())
+        return known and self.staging.nbytes >= staging_bytes
+
+    def bring_home(self, home: Home, tensor: Tensor) -> None:
+        """Let a tensor's memory be here: somebody may have given it other memory since."""
+        own = self._tensors[home]
+        if tensor.data_ptr() == own.data_ptr() or not own.numel():
+            return
+        own.copy_(tensor)
+        tensor.data = own
+
+
+_arenas: weakref.WeakKeyDictionary[Optimizer, HostArena] = weakref.WeakKeyDictionary()
+
+
+def arena_of(optimizer: Optimizer) -> HostArena | None:
+    """The arena of an optimizer's steps: one for all graphs, of whatever shapes of batches."""
+    return _arenas.get(optimizer)
+
+
+def arena_for(
+    optimizer: Optimizer, homes: Mapping[Home, Layout], staging_bytes: int
+) -> HostArena:
+    """An arena with room for what a graph wants, and for what other graphs wanted before.
+
+    A new one takes the place of one that has no room: what lives there moves with the next step.
+    """
+    arena = arena_of(optimizer)
+    if arena is not None and arena.fits(homes, staging_bytes):
+        return arena
+    known = {} if arena is None else arena.homes
+    most = max(staging_bytes, 0 if arena is None else arena.staging.nbytes)
+    made = _arenas[optimizer] = HostArena({**known, **homes}, most)
+    return made

@@ -1,0 +1,79 @@
+"""Wait for copies as late as can be, and let no more of the device's memory wait for them.
+
+    up_0; join(up_0); up_1; join(up_1); A; B     →  up_0; up_1; join(up_0); A; join(up_1); B
+    …; down_0; C; down_1; D; down_2              →  …; down_0; C; down_1; D; landed(down_0); down_2
+
+A copy to the device is waited for where the first run of compute reads it. A gradient is held
+until its copy has landed on the host: two copies may be on their way, so that a slow link holds
+back backward, and not more memory than was simulated. Updates on the host are waited for at the
+end of the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from fxzero.graph import Lane, Role, StepGraph
+from fxzero.graph.stamps import stamp_of
+from fxzero.graph.step_graph import TransferNodes
+from fxzero.passes.base import Context, Door, Fact, Notes, Pass
+from fxzero.regions.cutout import runs
+from fxzero.runtime import copies
+
+IN_FLIGHT = 2
+"""Copies from the device at a time."""
+
+
+def join_late(graph: StepGraph, uploads: list[TransferNodes]) -> None:
+    """Wait for copies where they are first read; no run of compute is taken apart."""
+    place = {node: i for i, node in enumerate(graph.graph.nodes)}
+    begin = {node: run[0] for run in runs(graph.nodes()) for node in run}
+    for copy in uploads:
+        readers = [user for part in copy.parts for user in part.users]
+        first = min((begin.get(reader, reader) for reader in readers), key=place.__getitem__)
+        for node in (copy.wait, *copy.parts):
+            first.prepend(node)
+
+
+def bound_downloads(graph: StepGraph, downloads: list[TransferNodes]) -> None:
+    """Let a copy begin when the one but one before it has landed, and all before the end."""
+    later = [copy.launch for copy in downloads[IN_FLIGHT:]]
+    ends = [*later, *([_join(graph)] * IN_FLIGHT)]
+    for copy, end in zip(downloads, ends, strict=False):
+        stamp = copy.stamp.but(role=Role.RELEASE, transfer=None, made_by="join_copies")
+        with graph.graph.inserting_before(end), graph.made_for(copy.launch):
+            graph.call(
+                copies.landed,
+                (copy.launch,),
+                stamp=stamp,
+                name=f"{copy.launch.name}_landed",
+                value=(),
+            )
+
+
+def _join(graph: StepGraph) -> fx.Node:
+    """The end of the updates on the host."""
+    return next(graph.nodes(role=Role.JOIN))
+
+
+@dataclass(frozen=True)
+class JoinCopies(Pass):
+    """Place what waits for copies between pools."""
+
+    name: ClassVar[str] = "join_copies"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.SCHEDULED})
+    doors: ClassVar[frozenset[Door]] = frozenset({Door.STEP})
+
+    def run(self, graph: StepGraph, ctx: Context) -> Notes:
+        """See the module's docstring."""
+        uploads = graph.transfers(name=Lane.H2D.value)
+        downloads = graph.transfers(name=Lane.D2H.value)
+        if not downloads:
+            return Notes()
+        graph.output.prepend(_join(graph))
+        join_late(graph, uploads)
+        bound_downloads(graph, downloads)
+        return Notes(uploads=len(uploads), downloads=len(downloads))

@@ -1,0 +1,333 @@
+"""Keep optimizer state, and the parameters that it belongs to, in the host's memory.
+
+    g = gather([w]); …                     up = upload([w]); …; g = gather([join(up)[0]]); …
+    dw = wait(reduce)[0]               →   down = download([dw]); h = arrived(down)[0]
+    adamw([w], [dw], [[exp_avg], …])       u = host_adamw([w], [h], [[exp_avg], …]); …
+                                           join_updates([u])
+
+ZeRO-Offload (Ren et al. 2021): what the optimizer alone reads leaves the device. A parameter's
+own shard is the fp32 master, on the host; compute reads a copy of it, made once a step, as the
+dtype in which it is gathered. Each bucket's gradient goes down as soon as it is there, torch's
+fused kernel updates it on the host's cores while backward goes on, and the next step brings the
+result. Where gradients are clipped, or a loss is scaled, updates wait for the norm, and copies do
+not.
+
+With a `share` it is the buckets whose gradients come first that go: those that come last stay, as
+nothing is left that their copies could hide behind (SuperOffload, Lian et al. 2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fxzero.errors import ConfigError
+from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
+from fxzero.graph.launch import emit_copy, emit_part
+from fxzero.graph.operators import is_cast_or_copy, num_bytes
+from fxzero.graph.stamps import set_stamp, stamp_of
+from fxzero.passes.base import Context, Door, Fact, Notes
+from fxzero.passes.decision import DecidingPass, Decision
+from fxzero.runtime import copies, updates
+from fxzero.runtime.arena import aligned
+from fxzero.transfer import PCIE_DOWN, PCIE_UP, Pool, Transfer, TransferKind
+
+
+@dataclass(frozen=True)
+class Offloaded(Decision):
+    """Which updates run on the host."""
+
+    updates: tuple[str, ...] = ()
+    """Their nodes, in the order in which their gradients are there."""
+    host_bytes: int = 0
+    """Of parameters and optimizer state that are held there."""
+
+
+def movable_updates(graph: StepGraph) -> list[fx.Node]:
+    """The updates that can run on the host, in the order in which their gradients are there."""
+    place = {node: i for i, node in enumerate(graph.graph.nodes)}
+    kernels = set(updates.KERNELS.values())
+    fixed = graph.mutated | set(graph.output.all_input_nodes)
+    found = [
+        node
+        for node in graph.nodes(role=Role.UPDATE)
+        if node.target in kernels and fixed.isdisjoint(params_of(node))
+    ]
+    return sorted(found, key=lambda node: max(place[grad] for grad in grads_of(node)))
+
+
+def params_of(update: fx.Node) -> list[fx.Node]:
+    """The parameters that a fused update changes."""
+    return list(update.args[0])  # type: ignore[arg-type]
+
+
+def grads_of(update: fx.Node) -> list[fx.Node]:
+    """Their gradients."""
+    return list(update.args[1])  # type: ignore[arg-type]
+
+
+def homes_of(update: fx.Node) -> list[fx.Node]:
+    """What lives on the host where an update runs there: its parameters and their state."""
+    state: Sequence[Sequence[fx.Node]] = update.args[2]  # type: ignore[assignment]
+    return [*params_of(update), *(node for part in state for node in part)]
+
+
+def readers_of(param: fx.Node) -> list[fx.Node]:
+    """Everything that reads a parameter on the device."""
+    return [user for user in param.users if stamp_of(user).role is not Role.UPDATE]
+
+
+def upload(graph: StepGraph, update: fx.Node, bytes_per_s: float) -> None:
+    """Let the device read copies of an update's parameters."""
+    params = [param for param in params_of(update) if readers_of(param)]
+    by_dtype: dict[torch.dtype, list[fx.Node]] = {}
+    for param in params:
+        by_dtype.setdefault(dtype_on_device(param), []).append(param)
+    for dtype, own in by_dtype.items():
+        values = [param.meta["val"] for param in own]
+        record = Transfer(
+            TransferKind.COPY,
+            full_bytes=sum(value.numel() for value in values) * dtype.itemsize,
+            num_tensors=len(own),
+            dtype=dtype,
+            resource=PCIE_UP,
+            source=Pool.HOST,
+            target=Pool.DEVICE,
+            bytes_per_s=bytes_per_s,
+        )
+        keys = tuple(key for param in own for key in stamp_of(param).params)
+        stamp = stamp_of(update).but(
+            phase=Phase.FORWARD, lane=Lane.H2D, params=keys, made_by="offload_states"
+        )
+        with graph.graph.inserting_before(first_call(graph)), graph.made_for(own[0]):
+            launch = emit_copy(
+                graph,
+                copies.upload,
+                (own, dtype, bytes_per_s),
+                record,
+                stamp,
+                f"upload_{_place(update)}",
+                [graph.value_of(torch.empty_like, (param,), {"dtype": dtype}) for param in own],
+            )
+            joined = graph.call(
+                copies.join_upload,
+                (launch,),
+                stamp=stamp.but(role=Role.WAIT),
+                name=f"{launch.name}_done",
+                value=launch.meta["val"],
+            )
+            for i, (param, key) in enumerate(zip(own, keys, strict=True)):
+                readers = readers_of(param)
+                readers.remove(launch)
+                part = emit_part(graph, joined, i, stamp.but(params=(key,)))
+                for reader in readers:
+                    reader.replace_input_with(param, part)
+                    if dtype is not param.meta["val"].dtype:  # the copy has cast it
+                        reader.replace_all_uses_with(part)
+                        graph.graph.erase_node(reader)
+
+
+def first_call(graph: StepGraph) -> fx.Node:
+    """The first node that is no input, nor an upload of before."""
+    return next(
+        node
+        for node in graph.graph.nodes
+        if node.op != "placeholder"
+        and not (node.op == "call_function" and stamp_of(node).lane is Lane.H2D)
+    )
+
+
+def dtype_on_device(param: fx.Node) -> torch.dtype:
+    """The dtype in which the device reads a parameter: another one where all that it does with it
+    is to cast it."""
+    own: torch.dtype = param.meta["val"].dtype
+    readers = readers_of(param)
+    if not all(map(_only_casts, readers)):
+        return own
+    cast = {reader.meta["val"].dtype for reader in readers}
+    return cast.pop() if len(cast) == 1 else own
+
+
+def _only_casts(node: fx.Node) -> bool:
+    if node.op != "call_function" or not is_cast_or_copy(node):
+        return False
+    value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
+    return (value.device, value.stride()) == (source.device, source.stride())
+
+
+def download(
+    graph: StepGraph, update: fx.Node, staging: fx.Node, offset: int, bytes_per_s: float
+) -> int:
+    """Run an update on the host; return where in the staging area the next gradients may be."""
+    params, grads = params_of(update), grads_of(update)
+    offsets = []
+    for grad in grads:
+        offsets.append(offset)
+        offset += aligned(num_bytes(grad))
+    record = Transfer(
+        TransferKind.COPY,
+        full_bytes=sum(map(num_bytes, grads)),
+        num_tensors=len(grads),
+        dtype=grads[0].meta["val"].dtype,
+        resource=PCIE_DOWN,
+        source=Pool.DEVICE,
+        target=Pool.HOST,
+        bytes_per_s=bytes_per_s,
+    )
+    stamp = stamp_of(update).but(lane=Lane.D2H, pool=Pool.HOST, made_by="offload_states")
+    values = [grad.meta["val"] for grad in grads]
+    with graph.graph.inserting_before(update), graph.made_for(update):
+        launch = emit_copy(
+            graph,
+            copies.download,
+            (grads, params, staging, offsets, bytes_per_s),
+            record,
+            stamp,
+            f"download_{_place(update)}",
+            values,
+        )
+        stamp = stamp.but(lane=Lane.HOST)
+        arrived = graph.call(
+            copies.arrived,
+            (launch,),
+            stamp=stamp.but(role=Role.WAIT),
+            name=f"{launch.name}_arrived",
+            value=values,
+        )
+        parts = [
+            emit_part(graph, arrived, i, stamp.but(params=(key,)))
+            for i, key in enumerate(stamp.params)
+        ]
+    update.update_arg(1, parts)
+    update.target = copies.HostUpdate(update.target)  # type: ignore[arg-type]
+    set_stamp(update, stamp_of(update).but(lane=Lane.HOST))
+    return offset
+
+
+def _place(update: fx.Node) -> str:
+    return update.name.removeprefix("update_")
+
+
+def join(graph: StepGraph, found: list[fx.Node]) -> None:
+    """Let the step end with its updates."""
+    stamp = Stamp(Phase.OPTIMIZER, role=Role.JOIN, made_by="offload_states")
+    with graph.graph.inserting_before(graph.output):
+        graph.call(copies.join_updates, (found,), stamp=stamp, name="join_updates", value=())
+
+
+@dataclass(frozen=True)
+class OffloadStates(DecidingPass[Offloaded]):
+    """Update parameters on the host."""
+
+    name: ClassVar[str] = "offload_states"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.UPDATED, Fact.BUCKETED})
+    doors: ClassVar[frozenset[Door]] = frozenset({Door.STEP})
+    decides: ClassVar[type[Any]] = Offloaded
+
+    share: float | None = None
+    """In whole steps: the part of the parameters' bytes whose optimizer state, and fp32 masters,
+    live in the host's memory and are updated there; the buckets whose gradients come first go
+    first. None, the default, is what `memory` says: 1 with ``states_host``, else 0."""
+
+    def __post_init__(self) -> None:
+        """A part is between nothing and all of it."""
+        super().__post_init__()
+        if self.share is not None and not 0 <= self.share <= 1:
+            raise ConfigError(f"offload_states.share={self.share} must be between 0 and 1")
+
+    def decide(self, graph: StepGraph, ctx: Context) -> Offloaded:
+        """Take the buckets whose gradients come first.
+
+        Raises:
+            ConfigError: the optimizer's update is no call of torch's kernels, or not on the CPU.
+        """
+        self._refuse(graph, ctx)
+        movable = movable_updates(graph)
+        every_bytes = sum(num_bytes(p) for update in movable for p in params_of(update))
+        wanted_bytes = (self.share or 0.0) * every_bytes
+        chosen: list[fx.Node] = []
+        taken_bytes = 0
+        for update in movable:
+            own_bytes = sum(map(num_bytes, params_of(update)))
+            if taken_bytes + own_bytes / 2 > wanted_bytes:
+                break
+            chosen.append(update)
+            taken_bytes += own_bytes
+        return Offloaded(
+            tuple(update.name for update in chosen),
+            sum(num_bytes(node) for update in chosen for node in homes_of(update)),
+        )
+
+    def _refuse(self, graph: StepGraph, ctx: Context) -> None:
+        layout = ctx.optimizer
+        assert layout is not None
+        asked = f"offload_states.share={self.share:g}"
+        if not layout.kernels:
+            raise ConfigError(
+                f"{asked}: {layout.name} runs its own step() here, which offload cannot take apart. "
+                "SGD, Adam, AdamW and Adagrad can be offloaded, without foreach=True, fused=False "
+                "or hooks."
+            )
+        devices = {node.meta["val"].device.type for node in graph.inputs}
+        if devices - {"cpu"}:
+            raise ConfigError(
+                f"{asked}: the parameters are on {', '.join(sorted(devices))}. Copies to and from a "
+                "GPU are not built yet: offload runs on CPU devices alone."
+            )
+        fused = {update.name for update in graph.nodes(role=Role.UPDATE) if stamp_of(update).params}
+        own = fused - {update.name for update in movable_updates(graph)}
+        if own and self.share == 1:
+            ctx.warnings.append(
+                f"{asked} leaves {', '.join(sorted(own))} on the device: the forward writes to "
+                "their parameters, or lower_kernels.force=adamw takes our own kernel for them"
+            )
+
+    def apply(self, graph: StepGraph, decision: Offloaded, ctx: Context) -> Notes:
+        """See the module's docstring.
+
+        Raises:
+            ConfigError: the decision names an update that there is not, or that must stay.
+        """
+        known = {update.name: update for update in movable_updates(graph)}
+        for name in decision.updates:
+            if name not in known:
+                raise ConfigError(
+                    f"the plan offloads {name!r}, and could offload: {', '.join(known) or 'none'}. "
+                    "Where buckets were changed, drop offload_states: it is then decided anew."
+                )
+        chosen = [known[name] for name in decision.updates]
+        if not chosen:
+            return Notes()
+        place = {node: i for i, node in enumerate(graph.graph.nodes)}
+        homes = [home for update in chosen for home in homes_of(update)]
+        for home in homes:
+            set_stamp(home, stamp_of(home).but(pool=Pool.HOST))
+
+        def first_read(update: fx.Node) -> int:
+            readers = [place[r] for param in params_of(update) for r in readers_of(param)]
+            return min(readers, default=len(place))
+
+        for update in sorted(chosen, key=first_read):
+            upload(graph, update, ctx.throttle.bytes_per_s(Lane.H2D))
+        staging_bytes = sum(aligned(num_bytes(g)) for u in chosen for g in grads_of(u))
+        with graph.fake_mode:  # type: ignore[union-attr]
+            value = torch.empty(staging_bytes, dtype=torch.uint8)
+        staging = graph.input("staging", value, ("staging",))
+        set_stamp(staging, stamp_of(staging).but(pool=Pool.HOST))
+        offset = 0
+        for update in chosen:
+            offset = download(graph, update, staging, offset, ctx.throttle.bytes_per_s(Lane.D2H))
+        assert offset == staging_bytes
+        join(graph, chosen)
+        up = [t.record.full_bytes for t in graph.transfers(name=Lane.H2D.value)]
+        down = [t.record.full_bytes for t in graph.transfers(name=Lane.D2H.value)]
+        return Notes(
+            updates=len(chosen),
+            host_bytes=sum(map(num_bytes, homes)) + staging_bytes,
+            up_bytes=sum(up),
+            down_bytes=sum(down),
+        )
