@@ -101,7 +101,11 @@ def upload(graph: StepGraph, update: fx.Node, bytes_per_s: float) -> None:
         )
         keys = tuple(key for param in own for key in stamp_of(param).params)
         stamp = stamp_of(update).but(
-            phase=Phase.FORWARD, lane=Lane.H2D, params=keys, made_by="offload_states"
+            phase=Phase.FORWARD,
+            lane=Lane.H2D,
+            params=keys,
+            bucket=f"upload.{_place(update)}",
+            made_by="offload_states",
         )
         with graph.graph.inserting_before(first_call(graph)), graph.made_for(own[0]):
             launch = emit_copy(
@@ -120,15 +124,17 @@ def upload(graph: StepGraph, update: fx.Node, bytes_per_s: float) -> None:
                 name=f"{launch.name}_done",
                 value=launch.meta["val"],
             )
-            for i, (param, key) in enumerate(zip(own, keys, strict=True)):
-                readers = readers_of(param)
-                readers.remove(launch)
-                part = emit_part(graph, joined, i, stamp.but(params=(key,)))
-                for reader in readers:
-                    reader.replace_input_with(param, part)
-                    if dtype is not param.meta["val"].dtype:  # the copy has cast it
-                        reader.replace_all_uses_with(part)
-                        graph.graph.erase_node(reader)
+            parts = [
+                emit_part(graph, joined, i, stamp.but(params=(key,))) for i, key in enumerate(keys)
+            ]
+        for param, part in zip(own, parts, strict=True):
+            for reader in readers_of(param):
+                if reader is launch:
+                    continue
+                reader.replace_input_with(param, part)
+                if dtype is not param.meta["val"].dtype:  # the copy has cast it
+                    reader.replace_all_uses_with(part)
+                    graph.graph.erase_node(reader)
 
 
 def first_call(graph: StepGraph) -> fx.Node:
@@ -178,7 +184,12 @@ def download(
         target=Pool.HOST,
         bytes_per_s=bytes_per_s,
     )
-    stamp = stamp_of(update).but(lane=Lane.D2H, pool=Pool.HOST, made_by="offload_states")
+    stamp = stamp_of(update).but(
+        lane=Lane.D2H,
+        pool=Pool.HOST,
+        bucket=f"download.{_place(update)}",
+        made_by="offload_states",
+    )
     values = [grad.meta["val"] for grad in grads]
     with graph.graph.inserting_before(update), graph.made_for(update):
         launch = emit_copy(

@@ -38,6 +38,9 @@ def print_analysis(console: Console, analysis: Analysis) -> None:
         f"per step and rank: {size(gathered)} gathered, {size(reduced)} reduced, "
         f"{analysis.wire_elements():,} elements on the wire = {ratio:.3f} P"
     )
+    up, down = analysis.num_bytes("h2d"), analysis.num_bytes("d2h")
+    if up or down:
+        console.print(f"and of its own: {size(up)} copied to the device, {size(down)} to the host")
     for row in analysis.schedules:
         print_schedule(console, row)
     for report in analysis.memory:
@@ -52,7 +55,8 @@ def print_schedule(console: Console, row: ScheduleRow) -> None:
     console.print(
         f"graph {row.graph}, simulated ({row.costs}): {row.makespan_us / 1e3:,.2f} ms, of which "
         f"{row.exposed_us / 1e3:,.2f} waiting for transfers; busy: {busy or 'nothing'}\n"
-        f"  peak {size(row.peak_bytes)} at {row.peak_node}: {held}",
+        f"  peak {size(row.peak_bytes)} at {row.peak_node}: {held}"
+        + (f"\n  in the host's memory: {size(row.host_bytes)}" if row.host_bytes else ""),
         highlight=False,
     )
 

@@ -241,7 +241,7 @@ class AnalyticCosts:
             seconds += work.num_random / device.random_per_s
         return seconds * 1e6 + work.num_kernels * device.launch_us
 
-    def host_us(self, update: fx.Node) -> float:
+    def update_us(self, update: fx.Node) -> float:
         """See `CostModel`: what it reads and writes, by the bandwidth of the host's memory."""
         return _update_bytes(update) / self.cluster.host.memory_bytes_per_s * 1e6
 

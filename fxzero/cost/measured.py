@@ -175,9 +175,9 @@ class MeasuredCosts:
         """See `CostModel`: by the analytic model."""
         return self.base.operator_us(node)
 
-    def host_us(self, update: fx.Node) -> float:
+    def update_us(self, update: fx.Node) -> float:
         """See `CostModel`: by the analytic model."""
-        return self.base.host_us(update)
+        return self.base.update_us(update)
 
     def transfer(self, transfer: Transfer) -> TransferCost:
         """See `CostModel`."""

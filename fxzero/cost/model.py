@@ -45,7 +45,7 @@ class CostModel(Protocol):
         """Microseconds of one operator by itself: never measured, as there are thousands."""
         ...
 
-    def host_us(self, update: fx.Node) -> float:
+    def update_us(self, update: fx.Node) -> float:
         """Microseconds of an update that runs on the host."""
         ...
 
@@ -75,7 +75,7 @@ class FixedCosts:
         """See `CostModel`."""
         return self.compute_us([node])
 
-    def host_us(self, update: fx.Node) -> float:
+    def update_us(self, update: fx.Node) -> float:
         """See `CostModel`."""
         return self.compute_us([update])
 

@@ -43,6 +43,8 @@ class TransferRow:
     num_elements: int
     """Elements of the full tensors: what each rank sends or receives, up to (N-1)/N."""
     num_bytes: int
+    between_ranks: bool = True
+    """Whether other ranks take part: a copy between pools is this rank's own."""
     runs: int = 1
     """How often it travels in a step: more than once in the micro-step that stands for others."""
 
@@ -64,6 +66,8 @@ class ScheduleRow:
     bytes_by_kind: dict[str, int]
     """What the peak is made of."""
     peak_node: str
+    host_bytes: int = 0
+    """What is held in the host's memory meanwhile: all else is the device's."""
 
     @staticmethod
     def of(number: int, compilation: Compilation) -> ScheduleRow | None:
@@ -85,6 +89,7 @@ class ScheduleRow:
             resident_bytes=memory.resident_bytes,
             bytes_by_kind=memory.by_kind(),
             peak_node=memory.peak_node,
+            host_bytes=memory.host_bytes,
         )
 
 
@@ -130,8 +135,12 @@ class Analysis:
         return sum(row.num_elements * row.runs for row in self._moved() if row.lane == lane)
 
     def _moved(self) -> list[TransferRow]:
-        """Transfers of parameters and gradients: all but the norm's single number."""
-        return [row for row in self.transfers if row.phase != Phase.OPTIMIZER.value]
+        """Transfers of parameters and gradients between ranks: all but the norm's single number."""
+        return [
+            row
+            for row in self.transfers
+            if row.between_ranks and row.phase != Phase.OPTIMIZER.value
+        ]
 
     def wire_elements(self) -> int:
         """Elements per rank and step, counted as in the table of ZeRO stages.
@@ -144,7 +153,8 @@ class Analysis:
         )
 
     def num_bytes(self, lane: str) -> int:
-        """Bytes that one lane moves in a step, a norm's single number included."""
+        """Bytes that one lane moves in a step, a norm's single number included; of ``h2d`` and
+        ``d2h`` what is copied between this rank's pools."""
         return sum(row.num_bytes * row.runs for row in self.transfers if row.lane == lane)
 
     def to_json(self) -> dict[str, Any]:
@@ -156,6 +166,8 @@ class Analysis:
             "wire_elements": self.wire_elements(),
             "gathered_bytes": self.num_bytes("gather"),
             "reduced_bytes": self.num_bytes("reduce"),
+            "uploaded_bytes": self.num_bytes("h2d"),
+            "downloaded_bytes": self.num_bytes("d2h"),
         }
         return data
 
@@ -184,10 +196,11 @@ def _transfer_row(number: int, graph: StepGraph, transfer: TransferNodes) -> Tra
         bucket=stamp.bucket,
         phase=stamp.phase.value,
         lane=stamp.lane.value,
-        operator=record.kind.value,
+        operator="copy to " + record.target.value if transfer.is_copy else record.kind.value,
         layer=stamp.layer,
         params=tuple(graph.specs[key].name for key in stamp.params),
         num_elements=record.full_bytes // record.dtype.itemsize,
         num_bytes=record.full_bytes,
+        between_ranks=not transfer.is_copy,
         runs=runs_of(graph, stamp),
     )

@@ -74,9 +74,12 @@ class HostArena:
         """All of it."""
         self.memory = torch.empty(self.num_bytes, dtype=torch.uint8)
         self.staging = self.memory[total:]
-        self._tensors = {
-            home: layout.at(self.memory, offsets[home]) for home, layout in self.homes.items()
-        }
+        buffer = memoryview(self.memory.numpy())
+        self._tensors = {}
+        for home, layout in self.homes.items():
+            begin = offsets[home]
+            own = _whole(buffer[begin : begin + layout.num_bytes])
+            self._tensors[home] = layout.at(own, 0)
 
     def fits(self, homes: Mapping[Home, Layout], staging_bytes: int) -> bool:
         """Whether it has room for a graph."""
@@ -90,6 +93,14 @@ class HostArena:
             return
         own.copy_(tensor)
         tensor.data = own
+
+
+def _whole(buffer: memoryview) -> Tensor:
+    """Some bytes as a tensor that knows of no others: ``torch.save`` writes all that a tensor's
+    storage has, and would write the arena for each of its tensors."""
+    return torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(
+        0, dtype=torch.uint8
+    )
 
 
 _arenas: weakref.WeakKeyDictionary[Optimizer, HostArena] = weakref.WeakKeyDictionary()

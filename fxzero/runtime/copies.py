@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxzero._compat import is_fake
 from fxzero.graph.stamps import Lane
 from fxzero.runtime.arena import Layout
 from fxzero.runtime.lanes import worker
@@ -23,11 +24,18 @@ from fxzero.runtime.lanes import worker
 class Copy:
     """Tensors on their way."""
 
-    __slots__ = ("done", "tensors")
+    __slots__ = ("done", "sources", "tensors")
 
-    def __init__(self, tensors: list[Tensor], done: Future[Any]) -> None:
+    def __init__(self, tensors: list[Tensor], sources: list[Tensor], done: Future[Any]) -> None:
         self.tensors = tensors
+        self.sources = sources
+        """What is copied: it lives until somebody has waited."""
         self.done = done
+
+    def wait(self) -> None:
+        """Wait until all is there, and let go of what it was copied from."""
+        self.done.result()
+        self.sources.clear()
 
 
 def upload(tensors: list[Tensor], dtype: torch.dtype, bytes_per_s: float) -> Copy:
@@ -38,7 +46,7 @@ def upload(tensors: list[Tensor], dtype: torch.dtype, bytes_per_s: float) -> Cop
 
 def join_upload(copy: Copy) -> list[Tensor]:
     """Wait for what was copied to the device."""
-    copy.done.result()
+    copy.wait()
     return copy.tensors
 
 
@@ -65,26 +73,37 @@ def download(
 
 def arrived(copy: Copy) -> list[Tensor]:
     """Let the host's lane wait for what was copied to it: only that lane may read it."""
-    worker(Lane.HOST).submit(copy.done.result)
+    _submitted(Lane.HOST, copy.done.result, copy.tensors)
     return copy.tensors
 
 
 def landed(copy: Copy) -> None:
-    """Wait until the device no longer holds what was copied from it."""
-    copy.done.result()
+    """Wait until the device need no longer hold what was copied from it."""
+    copy.wait()
 
 
 def _started(lane: Lane, targets: list[Tensor], sources: list[Tensor], bytes_per_s: float) -> Copy:
-    # The list is emptied, so that sources end with their copy, whoever keeps it.
-    pairs = list(zip(targets, sources, strict=True))
-
     def run() -> None:
-        while pairs:
-            target, source = pairs.pop(0)
+        for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
 
     num_bytes = sum(target.nbytes for target in targets)
-    return Copy(targets, worker(lane).submit(run, num_bytes, bytes_per_s))
+    return Copy(targets, sources, _submitted(lane, run, targets, num_bytes, bytes_per_s))
+
+
+def _submitted(
+    lane: Lane,
+    work: Callable[[], Any],
+    tensors: Sequence[Tensor],
+    num_bytes: int = 0,
+    bytes_per_s: float = 0.0,
+) -> Future[Any]:
+    """Give work to a lane; with fake tensors, of which a thread has its own mode, do it at once."""
+    if not any(map(is_fake, tensors)):
+        return worker(lane).submit(work, num_bytes, bytes_per_s)
+    done: Future[Any] = Future()
+    done.set_result(work())
+    return done
 
 
 class HostUpdate:
@@ -97,7 +116,8 @@ class HostUpdate:
         self.__name__ = self.__qualname__ = f"host_{kernel.__name__}"
 
     def __call__(self, *args: Any) -> Future[Any]:
-        return worker(Lane.HOST).submit(lambda: self.kernel(*args))
+        params: list[Tensor] = args[0]
+        return _submitted(Lane.HOST, lambda: self.kernel(*args), params)
 
     def __repr__(self) -> str:
         return self.__name__

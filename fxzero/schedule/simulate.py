@@ -249,7 +249,7 @@ def tasks_of(graph: StepGraph, costs: CostModel, *, fuses: bool) -> Program:
         elif after := awaited(node, transfers):
             task = replace(task, lane=stamp.lane, after=tuple(place[n] for n in after))
             if stamp.lane is Lane.HOST:
-                us = costs.host_us(node) if stamp.role is Role.UPDATE else 0.0
+                us = costs.update_us(node) if stamp.role is Role.UPDATE else 0.0
                 task = replace(task, us=us, resource=HOST, by_event=True)
         elif stamp.role not in (Role.PART, Role.RELEASE, Role.ROWS):
             task = replace(task, us=costs.compute_us(group))

@@ -136,10 +136,14 @@ class Binder:
 
     def _bring_home(self, values: list[Any]) -> None:
         """Let what lives in the host's memory be there: state may have been loaded, or made anew."""
+        if _compat.is_fake(values[self.homes[0][0]]):
+            for i, count in self.staging:
+                values[i] = values[self.homes[0][0]].new_empty(count, dtype=torch.uint8)
+            return
         arena = arena_of(self.optimizer)
         if arena is None or arena is not self._arena:
             layouts = {home: Layout.of(values[i]) for i, home in self.homes}
-            staging_bytes = sum(num_bytes for _, num_bytes in self.staging)
+            staging_bytes = sum(count for _, count in self.staging)
             arena = self._arena = arena_for(self.optimizer, layouts, staging_bytes)
         for i, home in self.homes:
             arena.bring_home(home, values[i])

@@ -277,7 +277,18 @@ class TrainStep:
         return _compat.lenient_tracing(self._modules)
 
     def _begin_loop(self, error: Exception) -> None:
-        """Train in several graphs from now on, and say why."""
+        """Train in several graphs from now on, and say why.
+
+        Raises:
+            ConfigError: something is asked that needs the update in the graph.
+        """
+        if self._config.states_share:
+            raise ConfigError(
+                f"offload_states.share={self._config.states_share:g} "
+                f"(memory={self._config.memory.value!r}) needs forward, backward and update in one "
+                f"graph, and forward and loss could not be traced as one:\n{error}\nRewrite what "
+                "it names, or drop the setting."
+            ) from error
         warnings.warn(
             "compile_step trains in several graphs: forward and loss could not be traced as one."
             f"\n{error}\nNumbers are the same; updates wait for the whole backward"
