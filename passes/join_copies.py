@@ -2,11 +2,12 @@
 
     up_0; join(up_0); up_1; join(up_1); A; B     →  up_0; up_1; join(up_0); A; join(up_1); B
     …; down_0; C; down_1; D; down_2              →  …; down_0; C; down_1; D; landed(down_0); down_2
+    …; u_1; E                                       …; u_1; ahead(up_1); E
 
 A copy to the device is waited for where the first run of compute reads it. A gradient is held
 until its copy has landed on the host: two copies may be on their way, so that a slow link holds
 back backward, and not more memory than was simulated. Updates on the host are waited for at the
-end of the step.
+end of the step; what they leave is copied to the device behind each, and the next step waits.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxzero.graph import Lane, Role, StepGraph
+from fxzero.graph import Lane, Phase, Role, StepGraph
+from fxzero.graph.aliases import readers
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.passes.base import Context, Door, Fact, Notes, Pass
-from fxzero.regions.cutout import runs
+from fxzero.regions.cutout import end_of_run, runs
 from fxzero.runtime import copies
+from fxzero.runtime.ahead import Launch, Take
 
 IN_FLIGHT = 2
 """Copies from the device at a time."""
@@ -36,6 +39,27 @@ def join_late(graph: StepGraph, uploads: list[TransferNodes]) -> None:
         first = min((begin.get(reader, reader) for reader in readers), key=place.__getitem__)
         for node in (copy.wait, *copy.parts):
             first.prepend(node)
+
+
+def upload_ahead(graph: StepGraph, copy: TransferNodes) -> None:
+    """Copy parameters to the device for the next step, once they are updated and nothing of this
+    one reads the copies of before."""
+    assert isinstance(copy.launch.target, Take)
+    updates = {
+        user for param in copy.tensors for user in param.users if stamp_of(user).role is Role.UPDATE
+    }
+    (update,) = updates
+    after = max(update, *(end_of_run(reader) for reader in readers(*copy.parts)))
+    stamp = copy.stamp.but(phase=Phase.OPTIMIZER, role=Role.AHEAD, made_by="join_copies")
+    params, dtype, bytes_per_s = copy.launch.args
+    with graph.graph.inserting_after(after), graph.made_for(copy.launch):
+        graph.call(
+            Launch(copy.launch.target.ahead),
+            (params, update, dtype, bytes_per_s),
+            stamp=stamp,
+            name=f"ahead_{copy.launch.name}",
+            value=(),
+        )
 
 
 def bound_downloads(graph: StepGraph, downloads: list[TransferNodes]) -> None:
@@ -75,5 +99,8 @@ class JoinCopies(Pass):
             return Notes()
         graph.output.prepend(_join(graph))
         join_late(graph, uploads)
+        ahead = [copy for copy in uploads if isinstance(copy.launch.target, Take)]
+        for copy in ahead:
+            upload_ahead(graph, copy)
         bound_downloads(graph, downloads)
-        return Notes(uploads=len(uploads), downloads=len(downloads))
+        return Notes(uploads=len(uploads), ahead=len(ahead), downloads=len(downloads))

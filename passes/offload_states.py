@@ -6,11 +6,11 @@
                                            join_updates([u])
 
 ZeRO-Offload (Ren et al. 2021): what the optimizer alone reads leaves the device. A parameter's
-own shard is the fp32 master, on the host; compute reads a copy of it, made once a step, as the
-dtype in which it is gathered. Each bucket's gradient goes down as soon as it is there, torch's
-fused kernel updates it on the host's cores while backward goes on, and the next step brings the
-result. Where gradients are clipped, or a loss is scaled, updates wait for the norm, and copies do
-not.
+own shard is the fp32 master, on the host; compute reads a copy of it, in the dtype in which it is
+gathered. Each bucket's gradient goes down as soon as it is there, torch's fused kernel updates it
+on the host's cores while backward goes on, and the result comes back behind it, for the next step
+to find (`fxzero.runtime.residents`). Where gradients are clipped, or a loss is scaled, updates wait
+for the norm, and copies do not.
 
 With a `share` it is the buckets whose gradients come first that go: those that come last stay, as
 nothing is left that their copies could hide behind (SuperOffload, Lian et al. 2025).
@@ -18,22 +18,25 @@ nothing is left that their copies could hide behind (SuperOffload, Lian et al. 2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
+from torch.optim import Optimizer
 
 from fxzero.errors import ConfigError
 from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
 from fxzero.graph.launch import emit_copy, emit_part
 from fxzero.graph.operators import is_cast_or_copy, num_bytes
 from fxzero.graph.stamps import set_stamp, stamp_of
-from fxzero.passes.base import Context, Door, Fact, Notes
+from fxzero.passes.base import Context, Door, Fact, Notes, Room
 from fxzero.passes.decision import DecidingPass, Decision
 from fxzero.runtime import copies, updates
+from fxzero.runtime.ahead import Take
 from fxzero.runtime.arena import aligned
+from fxzero.runtime.residents import resident_of
 from fxzero.transfer import PCIE_DOWN, PCIE_UP, Pool, Transfer, TransferKind
 
 
@@ -81,8 +84,14 @@ def readers_of(param: fx.Node) -> list[fx.Node]:
     return [user for user in param.users if stamp_of(user).role is not Role.UPDATE]
 
 
-def upload(graph: StepGraph, update: fx.Node, bytes_per_s: float) -> None:
-    """Let the device read copies of an update's parameters."""
+def upload(
+    graph: StepGraph, update: fx.Node, bytes_per_s: float, optimizer: Optimizer | None
+) -> None:
+    """Let the device read copies of an update's parameters.
+
+    Args:
+        optimizer: whose copies stay on the device from step to step; None makes new ones in each.
+    """
     params = [param for param in params_of(update) if readers_of(param)]
     by_dtype: dict[torch.dtype, list[fx.Node]] = {}
     for param in params:
@@ -107,14 +116,18 @@ def upload(graph: StepGraph, update: fx.Node, bytes_per_s: float) -> None:
             bucket=f"upload.{_place(update)}",
             made_by="offload_states",
         )
+        name = f"upload_{_place(update)}"
+        target: Callable[..., Any] = copies.upload
+        if optimizer is not None:
+            target = Take(resident_of(optimizer, keys, dtype, name))
         with graph.graph.inserting_before(first_call(graph)), graph.made_for(own[0]):
             launch = emit_copy(
                 graph,
-                copies.upload,
+                target,
                 (own, dtype, bytes_per_s),
                 record,
                 stamp,
-                f"upload_{_place(update)}",
+                name,
                 [graph.value_of(torch.empty_like, (param,), {"dtype": dtype}) for param in own],
             )
             joined = graph.call(
@@ -243,6 +256,10 @@ class OffloadStates(DecidingPass[Offloaded]):
     """In whole steps: the part of the parameters' bytes whose optimizer state, and fp32 masters,
     live in the host's memory and are updated there; the buckets whose gradients come first go
     first. None, the default, is what `memory` says: 1 with ``states_host``, else 0."""
+    ahead: bool = True
+    """Copy parameters back to the device as soon as they are updated, where their copies then stay
+    from step to step; else in the step that needs them, until it has read them last. Under a
+    `memory_budget` that leaves no room, it is else."""
 
     def __post_init__(self) -> None:
         """A part is between nothing and all of it."""
@@ -279,15 +296,15 @@ class OffloadStates(DecidingPass[Offloaded]):
         asked = f"offload_states.share={self.share:g}"
         if not layout.kernels:
             raise ConfigError(
-                f"{asked}: {layout.name} runs its own step() here, which offload cannot take apart. "
-                "SGD, Adam, AdamW and Adagrad can be offloaded, without foreach=True, fused=False "
-                "or hooks."
+                f"{asked}: {layout.name} runs its own step() here, which offload cannot take "
+                "apart. SGD, Adam, AdamW and Adagrad can be offloaded, without foreach=True, "
+                "fused=False or hooks."
             )
         devices = {node.meta["val"].device.type for node in graph.inputs}
         if devices - {"cpu"}:
             raise ConfigError(
-                f"{asked}: the parameters are on {', '.join(sorted(devices))}. Copies to and from a "
-                "GPU are not built yet: offload runs on CPU devices alone."
+                f"{asked}: the parameters are on {', '.join(sorted(devices))}. Copies to and from "
+                "a GPU are not built yet: offload runs on CPU devices alone."
             )
         fused = {update.name for update in graph.nodes(role=Role.UPDATE) if stamp_of(update).params}
         own = fused - {update.name for update in movable_updates(graph)}
@@ -318,14 +335,18 @@ class OffloadStates(DecidingPass[Offloaded]):
         for home in homes:
             set_stamp(home, stamp_of(home).but(pool=Pool.HOST))
 
+        assert ctx.optimizer is not None
+        least = ctx.level is not None and ctx.level.room is Room.LEAST
+        optimizer = ctx.optimizer.optimizer if self.ahead and not least else None
+
         def first_read(update: fx.Node) -> int:
             readers = [place[r] for param in params_of(update) for r in readers_of(param)]
             return min(readers, default=len(place))
 
         for update in sorted(chosen, key=first_read):
-            upload(graph, update, ctx.throttle.bytes_per_s(Lane.H2D))
+            upload(graph, update, ctx.throttle.bytes_per_s(Lane.H2D), optimizer)
         staging_bytes = sum(aligned(num_bytes(g)) for u in chosen for g in grads_of(u))
-        with graph.fake_mode:  # type: ignore[union-attr]
+        with graph.fake_mode:
             value = torch.empty(staging_bytes, dtype=torch.uint8)
         staging = graph.input("staging", value, ("staging",))
         set_stamp(staging, stamp_of(staging).but(pool=Pool.HOST))

@@ -119,7 +119,7 @@ def step_passes(
         ClipGrads(max_norm=max_norm, unscale=scaled, stop_unless_finite=stop),
     ]
     if config.states_share:
-        own.append(OffloadStates(share=config.states_share))
+        own.append(replace(config.offload_states, share=config.states_share))
     if config.cuda_graph:  # it replays the same memory: nothing can be in flight between two steps
         own.append(replace(config.gather_ahead, enabled=False))
     return _pipelines(config, Door.STEP, own)

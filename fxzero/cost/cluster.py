@@ -107,10 +107,7 @@ class ClusterSpec:
             "intra.bytes_per_s": self.intra.bytes_per_s,
             "inter.bytes_per_s": self.inter.bytes_per_s,
             **{f"device.peak_flops.{dtype}": value for dtype, value in device.peak_flops.items()},
-            **{
-                f"host.{field}": getattr(self.host, field)
-                for field in _HOST_RATES
-            },
+            **{f"host.{field}": getattr(self.host, field) for field in _HOST_RATES},
         }
         for what, value in positive.items():
             if not (value > 0 and math.isfinite(value)):

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from fxzero._compat import OpOverload, by_identity
+from fxzero.graph.stamps import Role, stamp_of
 
 _aten = torch.ops.aten
 
@@ -59,3 +60,17 @@ def root(node: fx.Node) -> fx.Node:
     while (base := view_base(node)) is not None:
         node = base
     return node
+
+
+def readers(*sources: fx.Node) -> set[fx.Node]:
+    """Everything that reads nodes' memory: through views, and in collectives until joined."""
+    found: set[fx.Node] = set()
+    queue = list(sources)
+    while queue:
+        for user in queue.pop().users:
+            if user in found or user.op == "output":
+                continue
+            found.add(user)
+            if is_view(user) or stamp_of(user).role in (Role.PREPARE, Role.LAUNCH):
+                queue.append(user)
+    return found

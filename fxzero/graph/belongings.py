@@ -305,7 +305,8 @@ def early_launches(graph: StepGraph) -> Iterator[Finding]:
         if stamp.role is Role.UPDATE:
             updated_later |= dict.fromkeys(stamp.params, node)
         elif stamp.role is Role.AHEAD:
-            for key in _params_behind(tuple(node.all_input_nodes)):
+            copies = stamp.lane is Lane.H2D  # behind an update, which it reads too
+            for key in _params_behind(tuple(sent_by(node) if copies else node.all_input_nodes)):
                 if key in updated_later:
                     update = updated_later[key]
                     yield Finding(

@@ -12,9 +12,11 @@ on one machine and not on another. None of it needs a run to be found.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from torch import fx
 
+from fxzero.graph.aliases import readers
 from fxzero.graph.belongings import Finding
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import BESIDE_COMPUTE, Lane, Role, stamp_of
@@ -31,6 +33,7 @@ def wrong_lanes(graph: StepGraph) -> Iterator[Finding]:
         yield from _wrong_record(copy)
         if copy.stamp.lane is Lane.H2D:
             yield from _changed_meanwhile(copy)
+    yield from _copied_over(found, list(graph.nodes(role=Role.AHEAD)))
     for update in updates:
         yield from _not_joined(graph, update)
     yield from _shared_places([copy for copy in found if copy.stamp.lane is Lane.D2H])
@@ -79,11 +82,29 @@ def _changed_meanwhile(copy: TransferNodes) -> Iterator[Finding]:
                 )
 
 
+def _copied_over(copies: list[TransferNodes], ahead: list[fx.Node]) -> Iterator[Finding]:
+    """The next step's copies go where this one's are, once nothing reads those."""
+    taken = {id(getattr(copy.launch.target, "ahead", None)): copy for copy in copies}
+    for node in ahead:
+        copy = taken.get(id(getattr(node.target, "ahead", None)))
+        if copy is None or stamp_of(node).lane is not Lane.H2D:
+            continue
+        for reader in readers(*copy.parts):
+            if node < reader:
+                yield Finding(
+                    reader,
+                    f"{reader.name} reads what {copy.launch.name} has brought, which {node.name} "
+                    "has begun to copy over",
+                    "Copy for the next step behind the last reader.",
+                )
+
+
 def _not_joined(graph: StepGraph, update: fx.Node) -> Iterator[Finding]:
     """An update on the host is waited for once, before anything but its lane reads what it
     changes."""
     joins = [user for user in update.users if stamp_of(user).role is Role.JOIN]
-    if len(joins) != 1 or len(update.users) != 1:
+    behind = {user for user in update.users if stamp_of(user).lane is Lane.H2D}
+    if len(joins) != 1 or len(update.users) != 1 + len(behind):
         yield Finding(
             update,
             f"{update.name}, which runs on the host, is joined {len(joins)} times and read "
@@ -95,7 +116,7 @@ def _not_joined(graph: StepGraph, update: fx.Node) -> Iterator[Finding]:
         if node.op != "placeholder" or stamp_of(node).pool is not Pool.HOST:
             continue
         for user in node.users:
-            if update < user < joins[0] and user is not update:
+            if update < user < joins[0] and user not in behind:
                 yield Finding(
                     user,
                     f"{user.name} reads {node.name}, which {update.name} changes until "
@@ -112,7 +133,7 @@ def _shared_places(copies: list[TransferNodes]) -> Iterator[Finding]:
         assert isinstance(staging, fx.Node)
         assert isinstance(offsets, (list, tuple))
         for begin, tensor in zip(offsets, copy.tensors, strict=True):
-            taken.append((int(begin), int(begin) + num_bytes(tensor), copy.launch))  # type: ignore[arg-type]
+            taken.append((int(begin), int(begin) + num_bytes(tensor), copy.launch))
             if taken[-1][1] > num_bytes(staging):
                 yield Finding(
                     copy.launch,
@@ -121,7 +142,7 @@ def _shared_places(copies: list[TransferNodes]) -> Iterator[Finding]:
                     "Make the staging area as large as what is copied to it.",
                 )
     taken.sort(key=lambda place: place[:2])
-    for (_, end, first), (begin, until, second) in zip(taken, taken[1:], strict=False):
+    for (_, end, first), (begin, until, second) in pairwise(taken):
         if begin < end and until > begin:
             yield Finding(
                 second,

@@ -74,7 +74,7 @@ class HostArena:
         """All of it."""
         self.memory = torch.empty(self.num_bytes, dtype=torch.uint8)
         self.staging = self.memory[total:]
-        buffer = memoryview(self.memory.numpy())
+        buffer = memoryview(self.memory.numpy())  # type: ignore[arg-type]
         self._tensors = {}
         for home, layout in self.homes.items():
             begin = offsets[home]
@@ -98,8 +98,10 @@ class HostArena:
 def _whole(buffer: memoryview) -> Tensor:
     """Some bytes as a tensor that knows of no others: ``torch.save`` writes all that a tensor's
     storage has, and would write the arena for each of its tensors."""
-    return torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(
-        0, dtype=torch.uint8
+    return (
+        torch.frombuffer(buffer, dtype=torch.uint8)
+        if len(buffer)
+        else torch.empty(0, dtype=torch.uint8)
     )
 
 
@@ -111,9 +113,7 @@ def arena_of(optimizer: Optimizer) -> HostArena | None:
     return _arenas.get(optimizer)
 
 
-def arena_for(
-    optimizer: Optimizer, homes: Mapping[Home, Layout], staging_bytes: int
-) -> HostArena:
+def arena_for(optimizer: Optimizer, homes: Mapping[Home, Layout], staging_bytes: int) -> HostArena:
     """An arena with room for what a graph wants, and for what other graphs wanted before.
 
     A new one takes the place of one that has no room: what lives there moves with the next step.

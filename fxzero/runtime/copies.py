@@ -1,9 +1,9 @@
 """Copies between a device and its host's memory, and updates there: started, and joined.
 
-    up = upload([w, b], …); join_upload(up)             h2d    shards that compute may read
-    down = download([dw, db], …); arrived(down)         d2h    gradients that updates may read
-    landed(down)                                               the device's gradients may end
-    u = HostUpdate(adamw)(…); join_updates([u])         host
+up = upload([w, b], …); join_upload(up)             h2d    shards that compute may read
+down = download([dw, db], …); arrived(down)         d2h    gradients that updates may read
+landed(down)                                               the device's gradients may end
+u = HostUpdate(adamw)(…); join_updates([u])         host
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from torch import fx
 
 from fxzero.graph import Phase, Role
-from fxzero.graph.aliases import is_view
+from fxzero.graph.aliases import readers
 from fxzero.graph.stamps import BESIDE_COMPUTE, stamp_of
 
 
@@ -95,17 +95,3 @@ def _awaited(node: fx.Node) -> set[fx.Node]:
         ]
         needed |= {reader for reader in readers(*changed) if reader < node}
     return needed - {node}
-
-
-def readers(*sources: fx.Node) -> set[fx.Node]:
-    """Everything that reads nodes' memory: through views, and in collectives until joined."""
-    found: set[fx.Node] = set()
-    queue = list(sources)
-    while queue:
-        for user in queue.pop().users:
-            if user in found or user.op == "output":
-                continue
-            found.add(user)
-            if is_view(user) or stamp_of(user).role in (Role.PREPARE, Role.LAUNCH):
-                queue.append(user)
-    return found

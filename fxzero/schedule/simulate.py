@@ -17,7 +17,7 @@ from torch import fx
 
 from fxzero.cost.model import CostModel, FixedCosts
 from fxzero.graph import Lane, Role, StepGraph
-from fxzero.graph.stamps import stamp_of
+from fxzero.graph.stamps import BESIDE_COMPUTE, stamp_of
 from fxzero.graph.steady import STEADY, begins
 from fxzero.runtime.ahead import Launch, Take
 from fxzero.schedule import engine
@@ -246,8 +246,11 @@ def tasks_of(graph: StepGraph, costs: CostModel, *, fuses: bool) -> Program:
             )
             if launch is not node:
                 ahead[place[launch]] = i
-        elif after := awaited(node, transfers):
-            task = replace(task, lane=stamp.lane, after=tuple(place[n] for n in after))
+            if stamp.lane in BESIDE_COMPUTE:
+                after = tuple(place[n] for n in awaited(node, transfers))
+                task = replace(task, after=after, by_event=True)
+        elif needs := awaited(node, transfers):
+            task = replace(task, lane=stamp.lane, after=tuple(place[n] for n in needs))
             if stamp.lane is Lane.HOST:
                 us = costs.update_us(node) if stamp.role is Role.UPDATE else 0.0
                 task = replace(task, us=us, resource=HOST, by_event=True)

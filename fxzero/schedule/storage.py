@@ -36,6 +36,7 @@ from fxzero.graph.step_graph import sent_by
 from fxzero.regions.cutout import Cutout, cut_out, end_of_run, is_lowerable, runs
 from fxzero.regions.region import Region
 from fxzero.runtime import collectives
+from fxzero.runtime.ahead import Take
 from fxzero.transfer import Pool
 
 
@@ -348,10 +349,14 @@ class _Walk:
         elif stamp.role is Role.WAIT:
             self._alias(node, node.all_input_nodes[0])
         elif stamp.role is Role.LAUNCH and stamp.lane is Lane.H2D:
+            stays = isinstance(node.target, Take)  # what the step before has left here
+            begin = None if stays else node
             values = node.meta["val"]
-            self.storage[node] = [
-                self._new(node, tensor_bytes(value), Kind.PARAMETERS) for value in values
+            made = self.storage[node] = [
+                self._make(node, tensor_bytes(value), Kind.PARAMETERS, begin) for value in values
             ]
+            for storage in made:
+                storage.stays = stays
         elif stamp.role is Role.LAUNCH:
             staging = node.args[2]
             assert isinstance(staging, fx.Node)

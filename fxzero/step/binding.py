@@ -135,7 +135,7 @@ class Binder:
         return values
 
     def _bring_home(self, values: list[Any]) -> None:
-        """Let what lives in the host's memory be there: state may have been loaded, or made anew."""
+        """Let what lives in the host's memory be there: it may have been loaded, or made anew."""
         if _compat.is_fake(values[self.homes[0][0]]):
             for i, count in self.staging:
                 values[i] = values[self.homes[0][0]].new_empty(count, dtype=torch.uint8)

@@ -7,24 +7,20 @@ optimizer state and buffers are compared, NaN by its bits.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import fxzero
-from fxzero.compiler.compilation import Compilation
 from fxzero.runtime.arena import HostArena, arena_of
 from tests.pairwise import pairwise
 from tests.parity.harness import Pools
 from tests.parity.models import EXAMPLES
 from tests.parity.test_step import OPTIMIZERS, WithLoss, two_groups, warm_up
 from tests.parity.training import build, make_batch
-from tests.tracing import observed
 
 ROWS = 16
 STEPS = 3
