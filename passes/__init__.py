@@ -14,6 +14,7 @@ from fxzero.passes.join_copies import JoinCopies
 from fxzero.passes.lower_kernels import LowerKernels
 from fxzero.passes.lower_regions import LowerRegions
 from fxzero.passes.lower_transfers import LowerTransfers
+from fxzero.passes.offload_params import OffloadParams
 from fxzero.passes.offload_states import OffloadStates
 from fxzero.passes.outline import Outline
 from fxzero.passes.prefetch import Prefetch
@@ -39,6 +40,7 @@ __all__ = [
     "LowerRegions",
     "LowerTransfers",
     "Notes",
+    "OffloadParams",
     "OffloadStates",
     "Outline",
     "Pass",

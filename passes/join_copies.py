@@ -27,18 +27,41 @@ from fxzero.runtime import copies
 from fxzero.runtime.ahead import Launch, Take
 
 IN_FLIGHT = 2
-"""Copies from the device at a time."""
+"""Copies at a time: from the device, and to it where each gather has its own."""
 
 
 def join_late(graph: StepGraph, uploads: list[TransferNodes]) -> None:
     """Wait for copies where they are first read; no run of compute is taken apart."""
-    place = {node: i for i, node in enumerate(graph.graph.nodes)}
     begin = {node: run[0] for run in runs(graph.nodes()) for node in run}
     for copy in uploads:
-        readers = [user for part in copy.parts for user in part.users]
-        first = min((begin.get(reader, reader) for reader in readers), key=place.__getitem__)
+        users = [user for part in copy.parts for user in part.users]
+        first = min(begin.get(user, user) for user in users)
         for node in (copy.wait, *copy.parts):
             first.prepend(node)
+
+
+def drop_unread(graph: StepGraph, uploads: list[TransferNodes]) -> list[TransferNodes]:
+    """Make no copy for a gather that does not happen: backward may read what forward gathered.
+
+    Returns:
+        The others.
+    """
+    found = []
+    for copy in uploads:
+        if any(part.users for part in copy.parts):
+            found.append(copy)
+            continue
+        for node in (*copy.parts, copy.wait, copy.launch):
+            graph.graph.erase_node(node)
+    return found
+
+
+def launch_late(uploads: list[TransferNodes]) -> None:
+    """Let a copy begin when the one but one before it is there: no more of the device's memory
+    waits to be read."""
+    ordered = sorted(uploads, key=lambda copy: copy.wait)
+    for before, copy in zip(ordered, ordered[IN_FLIGHT:], strict=False):
+        before.wait.append(copy.launch)
 
 
 def upload_ahead(graph: StepGraph, copy: TransferNodes) -> None:
@@ -98,7 +121,9 @@ class JoinCopies(Pass):
         if not downloads:
             return Notes()
         graph.output.prepend(_join(graph))
+        uploads = drop_unread(graph, uploads)
         join_late(graph, uploads)
+        launch_late([copy for copy in uploads if copy.stamp.made_by == "offload_params"])
         ahead = [copy for copy in uploads if isinstance(copy.launch.target, Take)]
         for copy in ahead:
             upload_ahead(graph, copy)

@@ -18,8 +18,8 @@ nothing is left that their copies could hide behind (SuperOffload, Lian et al. 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -36,7 +36,7 @@ from fxzero.passes.decision import DecidingPass, Decision
 from fxzero.runtime import copies, updates
 from fxzero.runtime.ahead import Take
 from fxzero.runtime.arena import aligned
-from fxzero.runtime.residents import resident_of
+from fxzero.runtime.residents import Resident, resident_of
 from fxzero.transfer import PCIE_DOWN, PCIE_UP, Pool, Transfer, TransferKind
 
 
@@ -97,49 +97,29 @@ def upload(
     for param in params:
         by_dtype.setdefault(dtype_on_device(param), []).append(param)
     for dtype, own in by_dtype.items():
-        values = [param.meta["val"] for param in own]
         record = Transfer(
             TransferKind.COPY,
-            full_bytes=sum(value.numel() for value in values) * dtype.itemsize,
-            num_tensors=len(own),
+            full_bytes=0,
             dtype=dtype,
             resource=PCIE_UP,
             source=Pool.HOST,
             target=Pool.DEVICE,
             bytes_per_s=bytes_per_s,
         )
-        keys = tuple(key for param in own for key in stamp_of(param).params)
+        name = f"upload_{_place(update)}"
         stamp = stamp_of(update).but(
             phase=Phase.FORWARD,
             lane=Lane.H2D,
-            params=keys,
-            bucket=f"upload.{_place(update)}",
+            bucket=f"upload.{_place(update)}" + (f".{str(dtype)[6:]}" if len(by_dtype) > 1 else ""),
             made_by="offload_states",
         )
-        name = f"upload_{_place(update)}"
-        target: Callable[..., Any] = copies.upload
+        resident = None
         if optimizer is not None:
-            target = Take(resident_of(optimizer, keys, dtype, name))
+            keys = tuple(key for param in own for key in stamp_of(param).params)
+            resident = resident_of(optimizer, keys, dtype, name)
         with graph.graph.inserting_before(first_call(graph)), graph.made_for(own[0]):
-            launch = emit_copy(
-                graph,
-                target,
-                (own, dtype, bytes_per_s),
-                record,
-                stamp,
-                name,
-                [graph.value_of(torch.empty_like, (param,), {"dtype": dtype}) for param in own],
-            )
-            joined = graph.call(
-                copies.join_upload,
-                (launch,),
-                stamp=stamp.but(role=Role.WAIT),
-                name=f"{launch.name}_done",
-                value=launch.meta["val"],
-            )
-            parts = [
-                emit_part(graph, joined, i, stamp.but(params=(key,))) for i, key in enumerate(keys)
-            ]
+            parts = emit_upload(graph, own, record, stamp, name, resident)
+        (launch,) = parts[0].all_input_nodes[0].all_input_nodes
         for param, part in zip(own, parts, strict=True):
             for reader in readers_of(param):
                 if reader is launch:
@@ -148,6 +128,44 @@ def upload(
                 if dtype is not param.meta["val"].dtype:  # the copy has cast it
                     reader.replace_all_uses_with(part)
                     graph.graph.erase_node(reader)
+
+
+def emit_upload(
+    graph: StepGraph,
+    params: list[fx.Node],
+    like: Transfer,
+    stamp: Stamp,
+    name: str,
+    resident: Resident | None = None,
+) -> list[fx.Node]:
+    """Emit a copy of parameters to the device, joined at once; return what it brings.
+
+    Args:
+        like: what it is, but for what it carries.
+        resident: what keeps the copies from step to step, if something does.
+    """
+    dtype = like.dtype
+    num_elements = sum(param.meta["val"].numel() for param in params)
+    record = replace(like, full_bytes=num_elements * dtype.itemsize, num_tensors=len(params))
+    keys = [key for param in params for key in stamp_of(param).params]
+    stamp = stamp.but(params=tuple(keys), pool=Pool.DEVICE, transfer=None)
+    launch = emit_copy(
+        graph,
+        copies.upload if resident is None else Take(resident),
+        (params, dtype, like.bytes_per_s),
+        record,
+        stamp,
+        name,
+        [graph.value_of(torch.empty_like, (param,), {"dtype": dtype}) for param in params],
+    )
+    joined = graph.call(
+        copies.join_upload,
+        (launch,),
+        stamp=stamp.but(role=Role.WAIT),
+        name=f"{launch.name}_done",
+        value=launch.meta["val"],
+    )
+    return [emit_part(graph, joined, i, stamp.but(params=(key,))) for i, key in enumerate(keys)]
 
 
 def first_call(graph: StepGraph) -> fx.Node:

@@ -14,11 +14,13 @@ from typing import Any
 from fxzero.compiler.memory_budget import NO_BUDGET, MemoryBudget
 from fxzero.cost.settings import CostSettings
 from fxzero.cost.throttle import Throttle
+from fxzero.errors import ConfigError
 from fxzero.passes import (
     Bucket,
     GatherAhead,
     LowerKernels,
     LowerRegions,
+    OffloadParams,
     OffloadStates,
     Prefetch,
     Recompute,
@@ -34,6 +36,8 @@ class MemoryPreset(StrEnum):
     """All of it on the device."""
     STATES_HOST = "states_host"
     """ZeRO-Offload: optimizer state and fp32 masters in the host's memory, updated there."""
+    ALL_HOST = "all_host"
+    """ZeRO-3 Offload: and parameters on the device only where they are gathered or used."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class Config:
     rank, less a tenth), or ``none``. As much is repeated in backward as it takes, and no more."""
     memory: MemoryPreset = MemoryPreset.NONE
     """Where things are held: a name that fills in the settings of passes, each of which may still
-    be given. ``states_host`` is ``offload_states.share=1``."""
+    be given. ``states_host`` is ``offload_states.share=1``, and ``all_host`` that and
+    ``offload_params.share=1``."""
     throttle: Throttle = field(default_factory=Throttle)
     plan: str = ""
     """A file of decisions to replay to the letter instead of deciding: see
@@ -67,12 +72,19 @@ class Config:
     bucket: Bucket = field(default_factory=Bucket)
     prefetch: Prefetch = field(default_factory=Prefetch)
     offload_states: OffloadStates = field(default_factory=OffloadStates)
+    offload_params: OffloadParams = field(default_factory=OffloadParams)
     gather_ahead: GatherAhead = field(default_factory=GatherAhead)
     lower_regions: LowerRegions = field(default_factory=LowerRegions)
 
     def __post_init__(self) -> None:
         check_types(self, "options")
         MemoryBudget.parse(self.memory_budget)
+        if self.params_share > self.states_share:
+            raise ConfigError(
+                f"offload_params.share={self.params_share:g} is more than "
+                f"offload_states.share={self.states_share:g}: what lives on the host is updated "
+                "there. Raise offload_states.share, or use memory='all_host'."
+            )
 
     @staticmethod
     def from_options(options: Mapping[str, Any] | Config | None) -> Config:
@@ -95,7 +107,14 @@ class Config:
         """The part of optimizer state that the host holds."""
         if self.offload_states.share is not None:
             return self.offload_states.share
-        return 1.0 if self.memory is MemoryPreset.STATES_HOST else 0.0
+        return 0.0 if self.memory is MemoryPreset.NONE else 1.0
+
+    @property
+    def params_share(self) -> float:
+        """The part of parameters that is on the device only where it is used."""
+        if self.offload_params.share is not None:
+            return self.offload_params.share
+        return 1.0 if self.memory is MemoryPreset.ALL_HOST else 0.0
 
     @property
     def fuses(self) -> bool:

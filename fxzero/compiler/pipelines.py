@@ -27,6 +27,7 @@ from fxzero.passes import (
     LowerKernels,
     LowerRegions,
     LowerTransfers,
+    OffloadParams,
     OffloadStates,
     Outline,
     Pass,
@@ -54,6 +55,7 @@ SCHEDULING: tuple[type[Pass], ...] = (
     ClipGrads,
     Update,
     OffloadStates,
+    OffloadParams,
     Prefetch,
     JoinCopies,
 )
@@ -64,8 +66,6 @@ LOWERING: tuple[type[Pass], ...] = (
     LowerRegions,
 )
 
-OFFLOADING = frozenset({OffloadStates, JoinCopies})
-"""Passes of steps that hold something outside of the device, and of no others."""
 
 DECIDING = tuple(kind.name for kind in SCHEDULING + LOWERING if issubclass(kind, DecidingPass))
 """The passes whose decisions a plan holds, by name."""
@@ -120,6 +120,8 @@ def step_passes(
     ]
     if config.states_share:
         own.append(replace(config.offload_states, share=config.states_share))
+    if config.params_share:
+        own.append(replace(config.offload_params, share=config.params_share))
     if config.cuda_graph:  # it replays the same memory: nothing can be in flight between two steps
         own.append(replace(config.gather_ahead, enabled=False))
     return _pipelines(config, Door.STEP, own)
@@ -127,14 +129,17 @@ def step_passes(
 
 def _pipelines(config: Config, door: Door, own: Iterable[Pass] = ()) -> Pipelines:
     given = {type(one): one for one in own}
+    unused: set[type[Pass]] = set()
+    if not config.states_share:
+        unused |= {OffloadStates, JoinCopies}
+    if not config.params_share:
+        unused.add(OffloadParams)
 
     def made(kinds: tuple[type[Pass], ...]) -> tuple[Pass, ...]:
         return tuple(
             given.get(kind) or getattr(config, kind.name, None) or kind()
             for kind in kinds
-            if door in kind.doors
-            and (config.fuses or not kind.for_regions)
-            and (config.states_share or kind not in OFFLOADING)
+            if door in kind.doors and (config.fuses or not kind.for_regions) and kind not in unused
         )
 
     return Pipelines(made(SCHEDULING), made(LOWERING))

@@ -112,31 +112,47 @@ def is_at_home(training: Training) -> bool:
 
 
 CASES = pairwise(
-    ["gpt", "convnet", "tied"] if "tied" in EXAMPLES else ["gpt", "convnet"],
+    ["gpt", "convnet"],
     ["adamw", "sgd", "amsgrad", "plain_sgd", "adagrad"],
     [None, 0, 1, 2, 3],
-    [1, 4, 6],
+    [1, 4, 8],
     [None, 0.1],
     [None, "bf16", "fp16"],
+    ["states_host", "all_host"],
 )
 
 
-@pytest.mark.parametrize(("example", "optimizer", "zero", "micro_batches", "clip", "low"), CASES)
+@pytest.mark.parametrize(
+    ("example", "optimizer", "zero", "micro_batches", "clip", "low", "memory"), CASES
+)
 def test_one_rank(
-    example: str, optimizer: str, zero: int | None, micro_batches: int, clip: float | None, low: Any
+    example: str,
+    optimizer: str,
+    zero: int | None,
+    micro_batches: int,
+    clip: float | None,
+    low: Any,
+    memory: str,
 ) -> None:
     """Whatever updates, in one process."""
-    rest: dict[str, Any] = {"clip_grad_norm": clip, "precision": low}
-    rest["micro_batches"] = micro_batches if ROWS % micro_batches == 0 else 8
-    assert trains_alike(example, optimizer, zero, {**EAGER, **HOST}, **rest)
+    rest = {"micro_batches": micro_batches, "clip_grad_norm": clip, "precision": low}
+    assert trains_alike(example, optimizer, zero, {**EAGER, "memory": memory}, **rest)
 
 
 SEVERAL = pairwise(
-    ["gpt", "mlp"], ["adamw", "sgd"], [0, 1, 2, 3], [1, 4], [None, 0.1], [None, "bf16"]
+    ["gpt", "mlp"],
+    ["adamw", "sgd"],
+    [0, 1, 2, 3],
+    [1, 4],
+    [None, 0.1],
+    [None, "bf16"],
+    ["states_host", "all_host"],
 )
 
 
-@pytest.mark.parametrize(("example", "optimizer", "zero", "micro_batches", "clip", "low"), SEVERAL)
+@pytest.mark.parametrize(
+    ("example", "optimizer", "zero", "micro_batches", "clip", "low", "memory"), SEVERAL
+)
 def test_two_ranks(
     ranks: Pools,
     example: str,
@@ -145,14 +161,15 @@ def test_two_ranks(
     micro_batches: int,
     clip: float | None,
     low: Any,
+    memory: str,
 ) -> None:
     """Each rank holds its own shards on its host."""
     rest = {"micro_batches": micro_batches, "clip_grad_norm": clip, "precision": low}
-    options = {**EAGER, **HOST}
+    options = {**EAGER, "memory": memory}
     assert all(ranks(2).run(trains_alike, example, optimizer, zero, options, **rest))
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-def test_default_settings(ranks: Pools, zero: int) -> None:
+@pytest.mark.parametrize(("zero", "memory"), [(0, "all_host"), (3, "states_host")])
+def test_default_settings(ranks: Pools, zero: int, memory: str) -> None:
     """With compiled regions."""
-    assert all(ranks(2).run(trains_alike, "gpt", "adamw", zero, HOST))
+    assert all(ranks(2).run(trains_alike, "gpt", "adamw", zero, {"memory": memory}))
