@@ -14,6 +14,7 @@ from fxzero.passes.join_copies import JoinCopies
 from fxzero.passes.lower_kernels import LowerKernels
 from fxzero.passes.lower_regions import LowerRegions
 from fxzero.passes.lower_transfers import LowerTransfers
+from fxzero.passes.offload_activations import OffloadActivations
 from fxzero.passes.offload_params import OffloadParams
 from fxzero.passes.offload_states import OffloadStates
 from fxzero.passes.outline import Outline
@@ -40,6 +41,7 @@ __all__ = [
     "LowerRegions",
     "LowerTransfers",
     "Notes",
+    "OffloadActivations",
     "OffloadParams",
     "OffloadStates",
     "Outline",

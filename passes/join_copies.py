@@ -4,15 +4,18 @@
     …; down_0; C; down_1; D; down_2              →  …; down_0; C; down_1; D; landed(down_0); down_2
     …; u_1; E                                       …; u_1; ahead(up_1); E
 
-A copy to the device is waited for where the first run of compute reads it. A gradient is held
-until its copy has landed on the host: two copies may be on their way, so that a slow link holds
-back backward, and not more memory than was simulated. Updates on the host are waited for at the
-end of the step; what they leave is copied to the device behind each, and the next step waits.
+A copy to the device is waited for where the first run of compute reads it, and where each use has
+its own it starts as late as it can. A gradient is held until its copy has landed on the host: two
+may be on their way, so that a slow link holds back backward, and not more memory than was
+simulated. A saved value is held until its copy should have landed, by its cost. Updates on the host
+are waited for at the end of the step; what they leave is copied to the device behind each, and the
+next step waits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import ClassVar
 
 from torch import fx
@@ -25,19 +28,28 @@ from fxzero.passes.base import Context, Door, Fact, Notes, Pass
 from fxzero.regions.cutout import end_of_run, runs
 from fxzero.runtime import copies
 from fxzero.runtime.ahead import Launch, Take
+from fxzero.schedule.copy_times import Timeline
 
 IN_FLIGHT = 2
-"""Copies at a time: from the device, and to it where each gather has its own."""
+"""Copies of gradients at a time."""
+SLACK = 1.5
+"""How much of its time a copy is given: costs are estimates."""
 
 
 def join_late(graph: StepGraph, uploads: list[TransferNodes]) -> None:
     """Wait for copies where they are first read; no run of compute is taken apart."""
-    begin = {node: run[0] for run in runs(graph.nodes()) for node in run}
-    for copy in uploads:
-        users = [user for part in copy.parts for user in part.users]
-        first = min(begin.get(user, user) for user in users)
+    for copy, first in first_reads(graph, uploads).items():
         for node in (copy.wait, *copy.parts):
             first.prepend(node)
+
+
+def first_reads(graph: StepGraph, uploads: list[TransferNodes]) -> dict[TransferNodes, fx.Node]:
+    """By copy, the first node of the first run of compute that reads it."""
+    begin = {node: run[0] for run in runs(graph.nodes()) for node in run}
+    return {
+        copy: min(begin.get(user, user) for part in copy.parts for user in part.users)
+        for copy in uploads
+    }
 
 
 def drop_unread(graph: StepGraph, uploads: list[TransferNodes]) -> list[TransferNodes]:
@@ -56,12 +68,24 @@ def drop_unread(graph: StepGraph, uploads: list[TransferNodes]) -> list[Transfer
     return found
 
 
-def launch_late(uploads: list[TransferNodes]) -> None:
-    """Let a copy begin when the one but one before it is there: no more of the device's memory
-    waits to be read."""
+def launch_late(graph: StepGraph, uploads: list[TransferNodes], timeline: Timeline) -> None:
+    """Let copies begin as late as they can and still be there when they are read, one behind the
+    other on their lane: no more of the device's memory waits to be read."""
     ordered = sorted(uploads, key=lambda copy: copy.wait)
-    for before, copy in zip(ordered, ordered[IN_FLIGHT:], strict=False):
-        before.wait.append(copy.launch)
+    read = first_reads(graph, uploads)
+    anchors: list[fx.Node] = []
+    until_us = float("inf")
+    for copy in reversed(ordered):
+        until_us = min(until_us, timeline.begin_us(read[copy]))
+        until_us -= SLACK * timeline.copy_us(copy.record)
+        anchors.append(timeline.running_at(until_us))
+    for copy, anchor in zip(ordered, reversed(anchors), strict=True):
+        sources = [node for node in copy.tensors if node.op != "placeholder"]
+        after = max(sources, default=None)
+        if after is not None and anchor < after:
+            after.append(copy.launch)
+        else:
+            anchor.prepend(copy.launch)
 
 
 def upload_ahead(graph: StepGraph, copy: TransferNodes) -> None:
@@ -85,25 +109,30 @@ def upload_ahead(graph: StepGraph, copy: TransferNodes) -> None:
         )
 
 
-def bound_downloads(graph: StepGraph, downloads: list[TransferNodes]) -> None:
+def land_gradients(graph: StepGraph, downloads: list[TransferNodes]) -> None:
     """Let a copy begin when the one but one before it has landed, and all before the end."""
     later = [copy.launch for copy in downloads[IN_FLIGHT:]]
-    ends = [*later, *([_join(graph)] * IN_FLIGHT)]
-    for copy, end in zip(downloads, ends, strict=False):
+    for copy, end in zip_longest(downloads, later):
         stamp = copy.stamp.but(role=Role.RELEASE, transfer=None, made_by="join_copies")
-        with graph.graph.inserting_before(end), graph.made_for(copy.launch):
-            graph.call(
-                copies.landed,
-                (copy.launch,),
-                stamp=stamp,
-                name=f"{copy.launch.name}_landed",
-                value=(),
-            )
+        name = f"{copy.launch.name}_landed"
+        before = end or next(graph.nodes(role=Role.JOIN))
+        with graph.graph.inserting_before(before), graph.made_for(copy.launch):
+            graph.call(copies.landed, (copy.launch,), stamp=stamp, name=name, value=())
 
 
-def _join(graph: StepGraph) -> fx.Node:
-    """The end of the updates on the host."""
-    return next(graph.nodes(role=Role.JOIN))
+def land_values(downloads: list[TransferNodes], timeline: Timeline) -> None:
+    """Wait for values on their way to the host when they should be there: the device holds them
+    until then."""
+    free_us = 0.0
+    for copy in downloads:
+        made_us = max(map(timeline.end_us, copy.tensors))
+        free_us = max(free_us, made_us) + SLACK * timeline.copy_us(copy.record)
+        end = min(user for part in copy.parts for user in part.users)
+        there = timeline.next_at(free_us)
+        if there is not None and copy.launch < there:
+            end = min(end, there)
+        for node in (copy.wait, *copy.parts):
+            end.prepend(node)
 
 
 @dataclass(frozen=True)
@@ -116,16 +145,19 @@ class JoinCopies(Pass):
 
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
-        uploads = graph.transfers(name=Lane.H2D.value)
+        uploads = drop_unread(graph, graph.transfers(name=Lane.H2D.value))
         downloads = graph.transfers(name=Lane.D2H.value)
-        if not downloads:
-            return Notes()
-        graph.output.prepend(_join(graph))
-        uploads = drop_unread(graph, uploads)
+        for join in list(graph.nodes(role=Role.JOIN)):
+            graph.output.prepend(join)
         join_late(graph, uploads)
-        launch_late([copy for copy in uploads if copy.stamp.made_by == "offload_params"])
+        late = [copy for copy in uploads if copy.stamp.made_by != "offload_states"]
+        values = [copy for copy in downloads if not copy.of_parameters]
+        if late:
+            timeline = Timeline(graph, ctx.costs, ctx.throttle, fuses=ctx.fuses)
+            launch_late(graph, late, timeline)
+            land_values(values, timeline)
         ahead = [copy for copy in uploads if isinstance(copy.launch.target, Take)]
         for copy in ahead:
             upload_ahead(graph, copy)
-        bound_downloads(graph, downloads)
+        land_gradients(graph, [copy for copy in downloads if copy.of_parameters])
         return Notes(uploads=len(uploads), ahead=len(ahead), downloads=len(downloads))

@@ -5,8 +5,9 @@
 
 ZeRO-Infinity's way with parameters (Rajbhandari et al. 2021, "bandwidth-centric partitioning"):
 they live on the host, each rank brings its own part of one over its own PCIe, and the ranks gather
-it from there. What is on the device is what is in use: a copy for each forward and each backward of a
-micro-step that reads one, which ends with its last reader. `join_copies` lets two be on their way.
+it from there. What is on the device is what is in use: a copy for each forward and each backward of
+a micro-step that reads one, which starts as late as it can (`join_copies`) and ends with its last
+reader.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Compilation:
         if self.config.plan:
             self.context.decisions.plan = Plan.read(self.config.plan, DECIDING)
         self.context.throttle = self.config.throttle
-        if self.config.throttle != Throttle() and not self.config.states_share:
+        if self.config.throttle != Throttle() and not self.config.offloads:
             self.context.warnings.append(
                 f"{self.config.throttle} has no effect: nothing is copied to or from the host"
             )

@@ -20,6 +20,7 @@ from fxzero.passes import (
     GatherAhead,
     LowerKernels,
     LowerRegions,
+    OffloadActivations,
     OffloadParams,
     OffloadStates,
     Prefetch,
@@ -73,6 +74,7 @@ class Config:
     prefetch: Prefetch = field(default_factory=Prefetch)
     offload_states: OffloadStates = field(default_factory=OffloadStates)
     offload_params: OffloadParams = field(default_factory=OffloadParams)
+    offload_activations: OffloadActivations = field(default_factory=OffloadActivations)
     gather_ahead: GatherAhead = field(default_factory=GatherAhead)
     lower_regions: LowerRegions = field(default_factory=LowerRegions)
 
@@ -115,6 +117,16 @@ class Config:
         if self.offload_params.share is not None:
             return self.offload_params.share
         return 1.0 if self.memory is MemoryPreset.ALL_HOST else 0.0
+
+    @property
+    def offloads(self) -> str:
+        """What shall be held outside of the device, as somebody has asked for it; else empty."""
+        preset = f" (memory={self.memory.value!r})" if self.memory is not MemoryPreset.NONE else ""
+        if self.states_share:
+            return f"offload_states.share={self.states_share:g}{preset}"
+        if self.offload_activations.share:
+            return f"offload_activations.share={self.offload_activations.share:g}"
+        return ""
 
     @property
     def fuses(self) -> bool:

@@ -27,6 +27,7 @@ from fxzero.passes import (
     LowerKernels,
     LowerRegions,
     LowerTransfers,
+    OffloadActivations,
     OffloadParams,
     OffloadStates,
     Outline,
@@ -56,6 +57,7 @@ SCHEDULING: tuple[type[Pass], ...] = (
     Update,
     OffloadStates,
     OffloadParams,
+    OffloadActivations,
     Prefetch,
     JoinCopies,
 )
@@ -83,13 +85,13 @@ def loop_passes(config: Config) -> Pipelines:
     """The passes of the ordinary loop, whose forward and backward are called apart.
 
     Raises:
-        ConfigError: something is asked of its update, which is the user's own.
+        ConfigError: something shall be held on the host.
     """
-    if config.states_share:
+    if config.offloads:
         raise ConfigError(
-            f"offload_states.share={config.states_share:g} (memory={config.memory.value!r}): the "
-            "ordinary loop's update is the optimizer's own, of which a compiled graph sees "
-            "nothing. Train with fxzero.compile_step(model, optimizer, loss_fn)."
+            f"{config.offloads}: the ordinary loop calls forward, backward and update apart, and "
+            "offload needs them in one graph. Train with fxzero.compile_step(model, optimizer, "
+            "loss_fn)."
         )
     return _pipelines(config, Door.LOOP)
 
@@ -131,9 +133,13 @@ def _pipelines(config: Config, door: Door, own: Iterable[Pass] = ()) -> Pipeline
     given = {type(one): one for one in own}
     unused: set[type[Pass]] = set()
     if not config.states_share:
-        unused |= {OffloadStates, JoinCopies}
+        unused.add(OffloadStates)
     if not config.params_share:
         unused.add(OffloadParams)
+    if not config.offload_activations.share:
+        unused.add(OffloadActivations)
+    if not config.offloads:
+        unused.add(JoinCopies)
 
     def made(kinds: tuple[type[Pass], ...]) -> tuple[Pass, ...]:
         return tuple(

@@ -12,7 +12,6 @@ on one machine and not on another. None of it needs a run to be found.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 from torch import fx
 
@@ -36,7 +35,7 @@ def wrong_lanes(graph: StepGraph) -> Iterator[Finding]:
     yield from _copied_over(found, list(graph.nodes(role=Role.AHEAD)))
     for update in updates:
         yield from _not_joined(graph, update)
-    yield from _shared_places([copy for copy in found if copy.stamp.lane is Lane.D2H])
+    yield from _shared_places(graph, [copy for copy in found if copy.stamp.lane is Lane.D2H])
 
 
 def _read_by_compute(graph: StepGraph) -> Iterator[Finding]:
@@ -45,13 +44,19 @@ def _read_by_compute(graph: StepGraph) -> Iterator[Finding]:
         if node.op == "output" or stamp_of(node).pool is not Pool.HOST:
             continue
         for user in node.users:
-            if user.op == "output" or stamp_of(user).lane not in BESIDE_COMPUTE:
+            if user.op == "output" or stamp_of(user).lane not in _may_read(node):
                 yield Finding(
                     user,
                     f"{user.name} reads {node.name}, which is in the host's memory and which "
                     "nothing makes it wait for",
                     "Read a copy of it, behind its wait: fxzero.passes.offload_states.",
                 )
+
+
+def _may_read(node: fx.Node) -> frozenset[Lane]:
+    """The lanes that may read a value in the host's memory."""
+    only_by_host = node.op == "call_function" and stamp_of(node).lane is Lane.HOST
+    return frozenset({Lane.HOST}) if only_by_host else BESIDE_COMPUTE
 
 
 def _wrong_record(copy: TransferNodes) -> Iterator[Finding]:
@@ -125,28 +130,42 @@ def _not_joined(graph: StepGraph, update: fx.Node) -> Iterator[Finding]:
                 )
 
 
-def _shared_places(copies: list[TransferNodes]) -> Iterator[Finding]:
-    """Places in the staging area, all of which are read until the step's end."""
-    taken: list[tuple[int, int, fx.Node]] = []
+def _shared_places(graph: StepGraph, copies: list[TransferNodes]) -> Iterator[Finding]:
+    """Places in the staging area, each of which is read until a node of the step."""
+    taken: list[tuple[int, int, fx.Node, fx.Node]] = []
     for copy in copies:
         _, _, staging, offsets, _ = copy.launch.args
         assert isinstance(staging, fx.Node)
         assert isinstance(offsets, (list, tuple))
+        until = _last_reader(graph, copy)
         for begin, tensor in zip(offsets, copy.tensors, strict=True):
-            taken.append((int(begin), int(begin) + num_bytes(tensor), copy.launch))
-            if taken[-1][1] > num_bytes(staging):
+            end = int(begin) + num_bytes(tensor)
+            if end > num_bytes(staging):
                 yield Finding(
                     copy.launch,
-                    f"{copy.launch.name} copies {tensor.name} to bytes {taken[-1][:2]} of "
+                    f"{copy.launch.name} copies {tensor.name} to bytes {begin} to {end} of "
                     f"{num_bytes(staging)}",
                     "Make the staging area as large as what is copied to it.",
                 )
+            taken.append((int(begin), end, copy.launch, until))
     taken.sort(key=lambda place: place[:2])
-    for (_, end, first), (begin, until, second) in pairwise(taken):
-        if begin < end and until > begin:
-            yield Finding(
-                second,
-                f"{second.name} copies to byte {begin}, where {first.name} has copied what ends "
-                f"at {end} and is still to be read",
-                "Give every gradient a place of its own.",
-            )
+    for i, (begin, end, first, until) in enumerate(taken):
+        for start, _, second, later in taken[i + 1 :]:
+            if start >= end:
+                break
+            if begin < end and first < later and second < until:
+                early, late = sorted((first, second))
+                yield Finding(
+                    late,
+                    f"{late.name} copies to byte {start}, where {early.name} has copied what is "
+                    "still to be read",
+                    "Give every value a place of its own until its last reader.",
+                )
+
+
+def _last_reader(graph: StepGraph, copy: TransferNodes) -> fx.Node:
+    """The node behind which nothing reads what was copied to the host."""
+    if stamp_of(copy.wait).lane is Lane.HOST:
+        return graph.output  # an update, whose end the step's end waits for
+    found = readers(*copy.parts)  # copies to the device, until their waits
+    return max(found, default=copy.wait)

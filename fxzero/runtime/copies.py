@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,10 +66,16 @@ def download(
         offsets: where in it each tensor begins.
     """
     places = [
-        Layout(tuple(other.shape), other.stride(), tensor.dtype).at(staging, offset)
+        replace(Layout.of(other), dtype=tensor.dtype).at(staging, offset)
         for tensor, other, offset in zip(tensors, like, offsets, strict=True)
     ]
     return _started(Lane.D2H, places, tensors, bytes_per_s)
+
+
+def join_download(copy: Copy) -> list[Tensor]:
+    """Wait for what was copied to the host; the device need no longer hold it."""
+    copy.wait()
+    return copy.tensors
 
 
 def arrived(copy: Copy) -> list[Tensor]:

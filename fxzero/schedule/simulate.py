@@ -113,6 +113,8 @@ class Program:
     """Launches for the next step, by the launch there that they save."""
     resident: tuple[Hold, ...] = ()
     """What lives throughout."""
+    groups: tuple[tuple[fx.Node, ...], ...] = ()
+    """By task: the nodes that run as one."""
 
     def run(self) -> Simulation:
         """Replay one step, or where a step starts something for the next one the second of two."""
@@ -279,6 +281,7 @@ def tasks_of(graph: StepGraph, costs: CostModel, *, fuses: bool) -> Program:
         tuple(labels),
         ahead,
         tuple(resident),
+        tuple(map(tuple, storages.groups)),
     )
 
 

@@ -352,8 +352,9 @@ class _Walk:
             stays = isinstance(node.target, Take)  # what the step before has left here
             begin = None if stays else node
             values = node.meta["val"]
+            kind = Kind.PARAMETERS if stamp.params else Kind.ACTIVATIONS
             made = self.storage[node] = [
-                self._make(node, tensor_bytes(value), Kind.PARAMETERS, begin) for value in values
+                self._make(node, tensor_bytes(value), kind, begin) for value in values
             ]
             for storage in made:
                 storage.stays = stays

@@ -124,7 +124,7 @@ class Binder:
                     self._restore_state()
                     value = state[inputs[index]][name]
                 values[i] = _compat.local_tensor(value) if isinstance(value, DTensor) else value
-        if self.homes:
+        if self.staging:
             self._bring_home(values)
         for i, group in self.groups:
             values[i] = self.optimizer.param_groups[group]
@@ -136,9 +136,10 @@ class Binder:
 
     def _bring_home(self, values: list[Any]) -> None:
         """Let what lives in the host's memory be there: it may have been loaded, or made anew."""
-        if _compat.is_fake(values[self.homes[0][0]]):
+        given = next(value for value in values if isinstance(value, Tensor))
+        if _compat.is_fake(given):
             for i, count in self.staging:
-                values[i] = values[self.homes[0][0]].new_empty(count, dtype=torch.uint8)
+                values[i] = given.new_empty(count, dtype=torch.uint8)
             return
         arena = arena_of(self.optimizer)
         if arena is None or arena is not self._arena:

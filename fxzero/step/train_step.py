@@ -282,12 +282,11 @@ class TrainStep:
         Raises:
             ConfigError: something is asked that needs the update in the graph.
         """
-        if self._config.states_share:
+        if self._config.offloads:
             raise ConfigError(
-                f"offload_states.share={self._config.states_share:g} "
-                f"(memory={self._config.memory.value!r}) needs forward, backward and update in one "
-                f"graph, and forward and loss could not be traced as one:\n{error}\nRewrite what "
-                "it names, or drop the setting."
+                f"{self._config.offloads} needs forward, backward and update in one graph, and "
+                f"forward and loss could not be traced as one:\n{error}\nRewrite what it names, or "
+                "drop the setting."
             ) from error
         warnings.warn(
             "compile_step trains in several graphs: forward and loss could not be traced as one."
