@@ -88,6 +88,14 @@ def launch_late(graph: StepGraph, uploads: list[TransferNodes], timeline: Timeli
             anchor.prepend(copy.launch)
 
 
+def bound_uploads(uploads: list[TransferNodes], in_flight: int) -> None:
+    """Let a copy begin when one some places before it is waited for."""
+    ordered = sorted(uploads, key=lambda copy: copy.wait)
+    for before, copy in zip(ordered, ordered[in_flight:], strict=False):
+        if copy.launch < before.wait:
+            before.parts[-1].append(copy.launch)
+
+
 def upload_ahead(graph: StepGraph, copy: TransferNodes) -> None:
     """Copy parameters to the device for the next step, once they are updated and nothing of this
     one reads the copies of before."""
@@ -143,6 +151,9 @@ class JoinCopies(Pass):
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.SCHEDULED})
     doors: ClassVar[frozenset[Door]] = frozenset({Door.STEP})
 
+    in_flight: int | None = None
+    """See `offload_params.in_flight`."""
+
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
         uploads = drop_unread(graph, graph.transfers(name=Lane.H2D.value))
@@ -155,6 +166,8 @@ class JoinCopies(Pass):
         if late:
             timeline = Timeline(graph, ctx.costs, ctx.throttle, fuses=ctx.fuses)
             launch_late(graph, late, timeline)
+            if self.in_flight is not None:
+                bound_uploads([copy for copy in late if copy.of_parameters], self.in_flight)
             land_values(values, timeline)
         ahead = [copy for copy in uploads if isinstance(copy.launch.target, Take)]
         for copy in ahead:

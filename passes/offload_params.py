@@ -24,6 +24,7 @@ from fxzero.graph.step_graph import TransferNodes
 from fxzero.passes.base import Context, Door, Fact, Notes
 from fxzero.passes.decision import DecidingPass, Decision
 from fxzero.passes.offload_states import emit_upload
+from fxzero.settings import at_least
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,14 @@ class OffloadParams(DecidingPass[Brought]):
     forward and each backward that reads it, and not once a step. Their state is on the host: it
     cannot be more than `offload_states.share`. None, the default, is what `memory` says: 1 with
     ``all_host``, else 0."""
+    in_flight: int | None = None
+    """Most copies that are on their way, or there and not read yet. None starts as many as have to
+    be to be there in time."""
 
     def __post_init__(self) -> None:
         """A part is between nothing and all of it."""
         super().__post_init__()
+        at_least("offload_params.in_flight", self.in_flight, 1)
         if self.share is not None and not 0 <= self.share <= 1:
             raise ConfigError(f"offload_params.share={self.share} must be between 0 and 1")
 

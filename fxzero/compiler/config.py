@@ -7,7 +7,7 @@ is an error that names the nearest right one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -27,6 +27,7 @@ from fxzero.passes import (
     Recompute,
 )
 from fxzero.passes.lower_regions import RegionBackend
+from fxzero.passes.recompute import Policy
 from fxzero.settings import Size, build, check_types
 
 
@@ -39,6 +40,38 @@ class MemoryPreset(StrEnum):
     """ZeRO-Offload: optimizer state and fp32 masters in the host's memory, updated there."""
     ALL_HOST = "all_host"
     """ZeRO-3 Offload: and parameters on the device only where they are gathered or used."""
+    L2L = "l2l"
+    """One layer at a time (Pudipeddi et al. 2020): and every block is repeated in backward from its
+    input, and two layers' parameters are on the device at most."""
+
+
+PRESETS: dict[MemoryPreset, dict[str, dict[str, Any]]] = {
+    MemoryPreset.NONE: {},
+    MemoryPreset.STATES_HOST: {"offload_states": {"share": 1.0}},
+    MemoryPreset.ALL_HOST: {"offload_states": {"share": 1.0}, "offload_params": {"share": 1.0}},
+    MemoryPreset.L2L: {
+        "offload_states": {"share": 1.0},
+        "offload_params": {"share": 1.0, "in_flight": 1},
+        "recompute": {"policy": Policy.FULL},
+        "bucket": {"min_bytes": 0},
+    },
+}
+"""What a name stands for: settings of passes that have their defaults."""
+
+
+def check_shares(config: Config) -> None:
+    """See that what lives on the host is updated there.
+
+    Raises:
+        ConfigError: more parameters than optimizer state shall be on the host.
+    """
+    states, params = config.offload_states.share or 0.0, config.offload_params.share or 0.0
+    if params > states:
+        raise ConfigError(
+            f"offload_params.share={params:g} is more than offload_states.share={states:g}: what "
+            "lives on the host is updated there. Raise offload_states.share, or use "
+            "memory='all_host'."
+        )
 
 
 @dataclass(frozen=True)
@@ -61,8 +94,9 @@ class Config:
     rank, less a tenth), or ``none``. As much is repeated in backward as it takes, and no more."""
     memory: MemoryPreset = MemoryPreset.NONE
     """Where things are held: a name that fills in the settings of passes, each of which may still
-    be given. ``states_host`` is ``offload_states.share=1``, and ``all_host`` that and
-    ``offload_params.share=1``."""
+    be given: ``states_host`` is ``offload_states.share=1``, ``all_host`` that and
+    ``offload_params.share=1``, and ``l2l`` these with ``offload_params.in_flight=1``,
+    ``recompute.policy=full`` and ``bucket.min_bytes=0``."""
     throttle: Throttle = field(default_factory=Throttle)
     plan: str = ""
     """A file of decisions to replay to the letter instead of deciding: see
@@ -81,12 +115,10 @@ class Config:
     def __post_init__(self) -> None:
         check_types(self, "options")
         MemoryBudget.parse(self.memory_budget)
-        if self.params_share > self.states_share:
-            raise ConfigError(
-                f"offload_params.share={self.params_share:g} is more than "
-                f"offload_states.share={self.states_share:g}: what lives on the host is updated "
-                "there. Raise offload_states.share, or use memory='all_host'."
-            )
+        if self.memory is MemoryPreset.NONE:
+            check_shares(self)
+        else:
+            check_shares(self.filled)
 
     @staticmethod
     def from_options(options: Mapping[str, Any] | Config | None) -> Config:
@@ -105,30 +137,28 @@ class Config:
         return MemoryBudget.parse(self.memory_budget)
 
     @property
-    def states_share(self) -> float:
-        """The part of optimizer state that the host holds."""
-        if self.offload_states.share is not None:
-            return self.offload_states.share
-        return 0.0 if self.memory is MemoryPreset.NONE else 1.0
-
-    @property
-    def params_share(self) -> float:
-        """The part of parameters that is on the device only where it is used."""
-        if self.offload_params.share is not None:
-            return self.offload_params.share
-        return 1.0 if self.memory is MemoryPreset.ALL_HOST else 0.0
+    def filled(self) -> Config:
+        """The same with what `memory` says filled in where nobody has said otherwise."""
+        changed: dict[str, Any] = {}
+        for name, settings in PRESETS[self.memory].items():
+            mine, default = getattr(self, name), getattr(_DEFAULTS, name)
+            left = [key for key in settings if getattr(mine, key) == getattr(default, key)]
+            changed[name] = replace(mine, **{key: settings[key] for key in left})
+        return replace(self, memory=MemoryPreset.NONE, **changed)
 
     @property
     def offloads(self) -> str:
         """What shall be held outside of the device, as somebody has asked for it; else empty."""
         preset = f" (memory={self.memory.value!r})" if self.memory is not MemoryPreset.NONE else ""
-        if self.states_share:
-            return f"offload_states.share={self.states_share:g}{preset}"
-        if self.offload_activations.share:
-            return f"offload_activations.share={self.offload_activations.share:g}"
+        for one in (self.filled.offload_states, self.filled.offload_activations):
+            if one.share:
+                return f"{one.name}.share={one.share:g}{preset}"
         return ""
 
     @property
     def fuses(self) -> bool:
         """Whether runs of compute become compiled regions."""
         return self.lower_regions.backend is RegionBackend.INDUCTOR
+
+
+_DEFAULTS = Config()

@@ -93,7 +93,7 @@ def loop_passes(config: Config) -> Pipelines:
             "offload needs them in one graph. Train with fxzero.compile_step(model, optimizer, "
             "loss_fn)."
         )
-    return _pipelines(config, Door.LOOP)
+    return _pipelines(config.filled, Door.LOOP)
 
 
 def step_passes(
@@ -114,16 +114,14 @@ def step_passes(
     Raises:
         ConfigError: no such number of micro-batches, or norm.
     """
+    config = config.filled
     stop = config.stop_unless_finite and not scaled
     own: list[Pass] = [
         Update(config.lower_kernels, replayed=config.cuda_graph),
         Accumulate(micro_batches, unroll),
         ClipGrads(max_norm=max_norm, unscale=scaled, stop_unless_finite=stop),
+        JoinCopies(config.offload_params.in_flight),
     ]
-    if config.states_share:
-        own.append(replace(config.offload_states, share=config.states_share))
-    if config.params_share:
-        own.append(replace(config.offload_params, share=config.params_share))
     if config.cuda_graph:  # it replays the same memory: nothing can be in flight between two steps
         own.append(replace(config.gather_ahead, enabled=False))
     return _pipelines(config, Door.STEP, own)
@@ -132,9 +130,9 @@ def step_passes(
 def _pipelines(config: Config, door: Door, own: Iterable[Pass] = ()) -> Pipelines:
     given = {type(one): one for one in own}
     unused: set[type[Pass]] = set()
-    if not config.states_share:
+    if not config.offload_states.share:
         unused.add(OffloadStates)
-    if not config.params_share:
+    if not config.offload_params.share:
         unused.add(OffloadParams)
     if not config.offload_activations.share:
         unused.add(OffloadActivations)

@@ -1,0 +1,186 @@
+"""Steps that hold part of what they have in the host's memory, against what bounds them.
+
+    python examples/benchmarks/offload.py --json offload.json
+
+A GPT in fp32 with AdamW by `fxzero.compile_step`, in one process on one thread, in turns:
+
+    none         all of it on the device
+    states_host  optimizer state and masters on the host, updated there (ZeRO-Offload)
+    all_host     and parameters on the device where they are used alone (ZeRO-3 Offload)
+    activations  what forward saves for backward goes to the host and comes back, as far as there is
+                 time for it
+
+On CPU a device's memory is plain memory too: copies are held back to `--rate`, which is what a bus
+of that bandwidth would do. The bound of a step is the longest of what runs side by side: compute
+(the step without offload), bytes down and bytes up over the rate, and the updates by themselves.
+Peaks are of what torch allocates outside of the arena, beside what the plan says.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # examples is not installed
+
+import fxzero
+from examples.benchmarks.measure import allocated_peak_bytes, timed_s
+from examples.benchmarks.report import machine, table, write_json
+from examples.models import gpt_bench
+from fxzero.compiler.compilation import Compilation, observers
+from fxzero.graph import Lane
+from fxzero.schedule.simulate import simulate_memory
+
+MODES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "states_host": {"memory": "states_host"},
+    "all_host": {"memory": "all_host"},
+    "activations": {"offload_activations": {"share": 1.0, "min_bytes": 1 << 18}},
+}
+
+
+@dataclass
+class Contender:
+    """One way to hold a step."""
+
+    name: str
+    step: Callable[[], Any]
+    loss: float
+    simulated_bytes: int
+    host_bytes: int
+    resident_bytes: int
+    up_bytes: int
+    down_bytes: int
+
+
+def made(
+    name: str, shape: dict[str, int], batch_size: int, rate: str, settings: dict[str, Any]
+) -> Contender:
+    """Compile a step, and read what its graph holds and moves."""
+    torch.manual_seed(0)
+    model = gpt_bench(**shape)
+    batch = model.example_inputs(batch_size)
+    optimizer = torch.optim.AdamW(model.parameters())
+    throttle = {"throttle": {"h2d": rate, "d2h": rate}} if settings else {}
+    found: list[Compilation] = []
+
+    def keep(compilation: Compilation) -> None:
+        compilation.keep_graphs = True
+        found.append(compilation)
+
+    observers.append(keep)
+    step = fxzero.compile_step(model, optimizer, options={**settings, **throttle})
+    out = [step(*batch) for _ in range(2)][-1]
+    observers.remove(keep)
+    (compilation,) = [c for c in found if c.joint is not None]
+    assert compilation.joint is not None
+    memory = simulate_memory(compilation.joint, fuses=True)
+    moved = {
+        lane: sum(t.record.full_bytes for t in compilation.joint.transfers(name=lane))
+        for lane in ("h2d", "d2h")
+    }
+    return Contender(
+        name,
+        lambda: step(*batch),
+        float(out.loss),
+        memory.peak_bytes,
+        memory.host_bytes,
+        memory.resident_bytes,
+        moved["h2d"],
+        moved["d2h"],
+    )
+
+
+def update_s(shape: dict[str, int]) -> float:
+    """Seconds of all updates by themselves, by torch's fused kernel."""
+    torch.manual_seed(0)
+    model = gpt_bench(**shape)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return min(timed_s("cpu", optimizer.step)[1] for _ in range(5))
+
+
+def main(
+    layers: Annotated[int, typer.Option(help="Blocks of the GPT.")] = 12,
+    hidden: Annotated[int, typer.Option(help="Its width.")] = 512,
+    batch_size: Annotated[int, typer.Option(help="Sequences of 256 tokens.")] = 4,
+    rate: Annotated[str, typer.Option(help="What copies are held back to, each way.")] = "200MB/s",
+    repeats: Annotated[int, typer.Option(help="Steps of each, in turns.")] = 5,
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
+) -> None:
+    """Time steps under each way to hold them."""
+    facts = machine("offload.py", "cpu")
+    torch.set_num_threads(1)
+    shape = {"num_layers": layers, "hidden": hidden, "num_heads": 8}
+    contenders = [made(name, shape, batch_size, rate, mode) for name, mode in MODES.items()]
+    alone_s = update_s(shape)
+    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for _ in range(repeats):
+        for contender in contenders:
+            times[contender.name].append(timed_s("cpu", contender.step)[1])
+    compute_s = median(times["none"])
+    bytes_per_s = fxzero.Config.from_options({"throttle": {"h2d": rate}}).throttle.bytes_per_s(
+        Lane.H2D
+    )
+    rows = []
+    for contender in contenders:
+        bounds = {
+            "compute": compute_s,
+            "down": contender.down_bytes / bytes_per_s,
+            "up": contender.up_bytes / bytes_per_s,
+            "update": alone_s if contender.name != "none" else 0.0,
+        }
+        bound = max(bounds, key=bounds.__getitem__)
+        measured = min(allocated_peak_bytes(contender.step) for _ in range(2))
+        step_s = median(times[contender.name])
+        rows.append(
+            {
+                "mode": contender.name,
+                "step_s": step_s,
+                "steps_s": times[contender.name],
+                "bound_s": bounds[bound],
+                "bound_by": bound,
+                "bounds_s": bounds,
+                "ratio": step_s / bounds[bound],
+                "loss": contender.loss,
+                "peak_bytes": measured + contender.resident_bytes,
+                "simulated_peak_bytes": contender.simulated_bytes,
+                "host_bytes": contender.host_bytes,
+            }
+        )
+    header = ["mode", "step s", "bound s", "by", "ratio", "device MB", "simulated", "host MB"]
+    print(
+        table(
+            header,
+            [
+                [
+                    row["mode"],
+                    f"{row['step_s']:.3f}",
+                    f"{row['bound_s']:.3f}",
+                    row["bound_by"],
+                    f"{row['ratio']:.3f}",
+                    f"{row['peak_bytes'] / 1e6:.1f}",
+                    f"{row['simulated_peak_bytes'] / 1e6:.1f}",
+                    f"{row['host_bytes'] / 1e6:.1f}",
+                ]
+                for row in rows
+            ],
+        )
+    )
+    losses = {row["loss"] for row in rows}
+    print("losses are equal" if len(losses) == 1 else f"losses differ: {sorted(losses)}")
+    if json is not None:
+        write_json(json, {**facts, "shape": shape, "batch": batch_size, "rate": rate}, rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)
