@@ -1,0 +1,341 @@
+"""Steps that hold part of what they have on the host: bit by bit those that hold all on the device.
+
+Each case trains twice, with a preset of `memory` (and with saved values on the host) and without:
+losses, norms, parameters, optimizer state and buffers are compared, NaN by its bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fxzero
+from examples.benchmarks.measure import allocated_peak_bytes
+from examples.models import gpt_bench
+from fxzero.compiler.compilation import Compilation
+from fxzero.runtime.arena import HostArena, arena_of
+from fxzero.schedule.simulate import simulate_memory
+from tests.pairwise import pairwise
+from tests.parity.harness import Pools
+from tests.parity.models import EXAMPLES
+from tests.parity.test_step import OPTIMIZERS, WithLoss, two_groups, warm_up
+from tests.parity.training import build, make_batch
+from tests.tracing import observed
+
+ROWS = 16
+STEPS = 3
+EAGER = {"lower_regions": {"backend": "eager"}}
+HOST = {"memory": "states_host"}
+VALUES = {"offload_activations": {"share": 1.0, "min_bytes": 1}}
+"""Saved values on the host, however small."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, as bytes of its own."""
+    part = getattr(tensor, "_local_tensor", tensor).detach().contiguous()
+    return part.reshape(-1).view(torch.uint8).clone()
+
+
+class Training:
+    """A model in training."""
+
+    def __init__(
+        self, example: str, optimizer: str, zero: int | None, options: dict[str, Any], **step: Any
+    ) -> None:
+        torch._dynamo.reset()
+        self.example = EXAMPLES[example]
+        self.model = build(self.example, torch.float32)
+        if zero is not None:
+            fxzero.shard(self.model, zero=zero)
+        self.optimizer = OPTIMIZERS[optimizer](two_groups(self.model))
+        self.step = fxzero.compile_step(
+            WithLoss(self.model, self.example.loss),
+            self.optimizer,
+            scheduler=warm_up(self.optimizer),
+            options=options,
+            **step,
+        )
+        self.seen: list[Tensor] = []
+
+    def run(self, steps: int = STEPS, rows: int = ROWS, scale: float = 1.0) -> Training:
+        """Train on some more batches."""
+        for _ in range(steps):
+            seed = 1000 * dist.get_rank() if dist.is_initialized() else 0
+            batch = make_batch(self.example, torch.float32, seed + len(self.seen), rows)
+            if "x" in batch:
+                batch["x"] = batch["x"] * scale
+            out = self.step(**batch)
+            self.seen.append(out.loss)
+            if out.grad_norm is not None:
+                self.seen.append(out.grad_norm)
+        return self
+
+    @property
+    def arena(self) -> HostArena:
+        """Where it holds what is on the host."""
+        found = arena_of(self.optimizer)
+        assert found is not None
+        return found
+
+    def left(self) -> list[Tensor]:
+        """All that there is to compare."""
+        parameters = list(self.model.parameters())
+        state = [v for p in parameters for v in self.optimizer.state[p].values()]
+        return [local(t) for t in (*self.seen, *parameters, *state, *self.model.buffers())]
+
+
+def same(one: Training, other: Training) -> bool:
+    """Whether two trainings have left the same."""
+    mine, theirs = one.left(), other.left()
+    return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+
+
+def trains_alike(
+    example: str, optimizer: str, zero: int | None, options: dict[str, Any], **step: Any
+) -> bool:
+    """Whether a case trains alike with state on the host."""
+    offload = ("memory", "throttle", "offload_activations", "offload_states", "offload_params")
+    base = {name: value for name, value in options.items() if name not in offload}
+    plain = Training(example, optimizer, zero, base, **step).run()
+    offloaded = Training(example, optimizer, zero, options, **step).run()
+    assert is_at_home(offloaded)
+    return same(plain, offloaded)
+
+
+def is_at_home(training: Training) -> bool:
+    """Whether all parameters and their state lie in the arena."""
+    memory = training.arena.memory
+    begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+    tensors = [
+        getattr(value, "_local_tensor", value)
+        for p in training.model.parameters()
+        for value in (p, *training.optimizer.state[p].values())
+    ]
+    return all(begin <= t.data_ptr() < end for t in tensors if t.numel())
+
+
+CASES = pairwise(
+    ["gpt", "convnet"],
+    ["adamw", "sgd", "amsgrad", "plain_sgd", "adagrad"],
+    [None, 0, 1, 2, 3],
+    [1, 4, 8],
+    [None, 0.1],
+    [None, "bf16", "fp16"],
+    ["states_host", "all_host", "l2l"],
+    [False, True],
+)
+
+
+@pytest.mark.parametrize(
+    ("example", "optimizer", "zero", "micro_batches", "clip", "low", "memory", "values"), CASES
+)
+def test_one_rank(
+    example: str,
+    optimizer: str,
+    zero: int | None,
+    micro_batches: int,
+    clip: float | None,
+    low: Any,
+    memory: str,
+    values: bool,
+) -> None:
+    """Whatever updates, in one process."""
+    rest = {"micro_batches": micro_batches, "clip_grad_norm": clip, "precision": low}
+    options = {**EAGER, **(VALUES if values else {}), "memory": memory}
+    assert trains_alike(example, optimizer, zero, options, **rest)
+
+
+SEVERAL = pairwise(
+    ["gpt", "mlp"],
+    ["adamw", "sgd"],
+    [0, 1, 2, 3],
+    [1, 4],
+    [None, 0.1],
+    [None, "bf16"],
+    ["states_host", "all_host", "l2l"],
+)
+
+
+@pytest.mark.parametrize(
+    ("example", "optimizer", "zero", "micro_batches", "clip", "low", "memory"), SEVERAL
+)
+def test_two_ranks(
+    ranks: Pools,
+    example: str,
+    optimizer: str,
+    zero: int,
+    micro_batches: int,
+    clip: float | None,
+    low: Any,
+    memory: str,
+) -> None:
+    """Each rank holds its own shards on its host."""
+    rest = {"micro_batches": micro_batches, "clip_grad_norm": clip, "precision": low}
+    options = {**EAGER, **VALUES, "memory": memory}
+    assert all(ranks(2).run(trains_alike, example, optimizer, zero, options, **rest))
+
+
+@pytest.mark.parametrize(("zero", "memory"), [(0, "all_host"), (3, "states_host")])
+def test_default_settings(ranks: Pools, zero: int, memory: str) -> None:
+    """With compiled regions."""
+    assert all(ranks(2).run(trains_alike, "gpt", "adamw", zero, {"memory": memory}))
+
+
+def test_training_goes_on_elsewhere_and_comes_back() -> None:
+    """State dicts travel between a run with state on the host and one without, both ways."""
+    plain, host = (Training("gpt", "adamw", 3, {**EAGER, **more}) for more in ({}, HOST))
+    plain.run(2)
+    host.run(2)
+    for there, back in ((plain, host), (host, plain)):
+        back.model.load_state_dict(copy.deepcopy(there.model.state_dict()))
+        back.optimizer.load_state_dict(copy.deepcopy(there.optimizer.state_dict()))
+        plain.run(1)
+        host.run(1)
+        assert same(plain, host)
+    assert is_at_home(host)
+
+
+def test_what_is_saved_is_no_more_than_itself(tmp_path: Path) -> None:
+    """A file of one parameter has the bytes of one parameter, not the arena's."""
+    host = Training("gpt", "adamw", None, {**EAGER, **HOST}).run(1)
+    parameter = next(iter(host.model.parameters()))
+    torch.save(parameter.detach(), tmp_path / "one.pt")
+    assert (tmp_path / "one.pt").stat().st_size < parameter.nbytes + 4096 < host.arena.num_bytes
+
+
+@pytest.mark.parametrize("memory", ["states_host", "all_host"])
+def test_whatever_changes_a_parameter_between_two_steps(memory: str) -> None:
+    """The next step begins with it: written through ``.data``, or given other memory."""
+    plain, host = (
+        Training("gpt", "adamw", None, {**EAGER, **more}).run(2)
+        for more in ({}, {"memory": memory})
+    )
+    for training in (plain, host):
+        first, second, *_ = training.model.parameters()
+        first.data.mul_(0.5)
+        second.data = second.data * 0.25
+        with torch.no_grad():
+            for parameter in training.model.parameters():
+                parameter.clamp_(-0.3, 0.3)
+        training.run(2)
+    assert same(plain, host)
+    assert is_at_home(host)
+
+
+def test_state_that_is_cleared_begins_anew() -> None:
+    """And lives on the host again."""
+    plain, host = (Training("gpt", "adamw", 3, {**EAGER, **more}).run(2) for more in ({}, HOST))
+    for training in (plain, host):
+        training.optimizer.state.clear()
+        training.run(1)
+    assert same(plain, host)
+    assert is_at_home(host)
+
+
+def test_two_shapes_of_batches_share_one_arena() -> None:
+    """Each graph finds what the other one has left, and what is in the arena stays there."""
+    plain, host = (Training("mlp", "adamw", 3, {**EAGER, **more}) for more in ({}, HOST))
+    for training in (plain, host):
+        for rows in (16, 8, 16, 8):
+            training.run(1, rows)
+    assert same(plain, host)
+    assert is_at_home(host)
+
+
+def test_a_part_of_the_state() -> None:
+    """The rest is where it was; gathers between two steps go on for it."""
+    options = {**EAGER, "offload_states": {"share": 0.5}}
+    plain, host = (Training("gpt", "adamw", 3, {**EAGER, **more}).run() for more in ({}, options))
+    assert same(plain, host)
+    assert not is_at_home(host)
+    assert 0 < len(host.arena.homes) < 4 * len(list(host.model.parameters()))
+
+
+def test_a_step_that_overflows_changes_nothing() -> None:
+    """In fp16, with inputs that are too large for it; the step after it trains."""
+    runs = []
+    for more in ({}, HOST):
+        training = Training("mlp", "adamw", None, {**EAGER, **more}, precision="fp16").run(2)
+        before = training.left()[-4:]
+        training.run(1, scale=1e6)
+        assert all(map(torch.equal, before, training.left()[-4:]))
+        runs.append(training.run(2))
+    assert same(*runs)
+
+
+def test_gradients_that_are_not_finite_stop_before_anything_changes() -> None:
+    """What is on its way is waited for, and training goes on."""
+    options = {**EAGER, **HOST, "stop_unless_finite": True}
+    plain, host = (
+        Training("mlp", "adamw", None, {**options, **more}).run(2)
+        for more in ({"memory": "none"}, {})
+    )
+    for training in (plain, host):
+        seen = len(training.seen)
+        with pytest.raises(fxzero.NonFiniteGradientError, match="Nothing was updated"):
+            training.run(1, scale=float("inf"))
+        assert len(training.seen) == seen
+        training.run(2)
+    assert same(plain, host)
+
+
+def test_within_a_memory_budget() -> None:
+    """The budget is the device's: what the host holds is not in it."""
+    plain = Training("gpt", "adamw", None, {**EAGER}).run()
+    options = {**EAGER, "memory": "all_host", "memory_budget": "400KiB"}
+    assert same(plain, Training("gpt", "adamw", None, options).run())
+
+
+def test_copies_that_are_held_back() -> None:
+    """Slow lanes change when things happen, and nothing else."""
+    options = {**EAGER, **VALUES, **HOST, "throttle": {"h2d": "20MB/s", "d2h": "20MB/s"}}
+    assert trains_alike("gpt", "adamw", None, options, clip_grad_norm=0.1)
+
+
+def test_the_arena_ends_with_its_optimizer() -> None:
+    """Nothing else keeps it, nor the copies on the device."""
+    training = Training("mlp", "adamw", None, {**EAGER, **HOST}).run(1)
+    arena = weakref.ref(training.arena)
+    del training
+    torch._dynamo.reset()
+    gc.collect()
+    assert arena() is None
+
+
+def simulated_and_measured(zero: int, options: dict[str, Any]) -> tuple[int, int]:
+    """Peaks of a step on the device: what is in the arena is not in either."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = fxzero.shard(gpt_bench(num_layers=4, hidden=128, num_heads=4), zero=zero)
+    batch = model.example_inputs(2)
+    step = fxzero.compile_step(model, torch.optim.AdamW(model.parameters()), options=options)
+    found: list[Compilation] = []
+
+    def keep(compilation: Compilation) -> None:
+        compilation.keep_graphs = True
+        found.append(compilation)
+
+    with observed(keep):
+        for _ in range(3):
+            step(*batch)
+    (graph,) = [c.joint for c in found if c.joint is not None]
+    memory = simulate_memory(graph, fuses=False)
+    measured = min(allocated_peak_bytes(lambda: step(*batch)) for _ in range(3))
+    return memory.peak_bytes, measured + memory.resident_bytes
+
+
+@pytest.mark.parametrize("memory", ["states_host", "all_host", "l2l"])
+def test_the_peak_is_the_simulated_one(ranks: Pools, memory: str) -> None:
+    """Within five per cent of what torch allocates outside of the arena."""
+    values = {"offload_activations": {"share": 1.0, "min_bytes": 1 << 14}}
+    options = {**EAGER, **values, "memory": memory, "gather_ahead": {"enabled": False}}
+    for simulated, measured in ranks(2).run(simulated_and_measured, 3, options):
+        assert simulated == pytest.approx(measured, rel=0.05)
