@@ -19,6 +19,7 @@ from tests.tracing import scheduled, sides
 
 KEEP_ALL = 1 << 30
 SLOW_LINK = {"cost": {"cluster": "pair_1gbit"}}
+ON_HOST = {**EAGER, "memory": "states_host"}
 _SIDE = {Fact.STAMPED, Fact.GATHERED, Fact.CUT}
 
 
@@ -120,6 +121,18 @@ GRAPHS: dict[str, Callable[[], None]] = {
     "step of one process": functools.partial(step_graph, reads_ahead, zero=0, world_size=1),
     "step of 4 micro-batches, stage 1": functools.partial(_step, zero=1, micro_batches=4),
     "step of 4 micro-batches, stage 3": functools.partial(_step, zero=3, micro_batches=4),
+    "step with state on the host": functools.partial(
+        _step, zero=3, options={**ON_HOST, "bucket": {}}
+    ),
+    "step with state on the host, a bucket a layer": functools.partial(
+        _step, zero=3, options=ON_HOST
+    ),
+    "step with state on the host, in 16 bits": functools.partial(
+        _step, zero=3, options=ON_HOST, precision="bf16"
+    ),
+    "step with state on the host, of one process": functools.partial(
+        step_graph, reads_ahead, zero=0, world_size=1, options=ON_HOST
+    ),
     "step that keeps parameters": _kept,
     "step with gathers ahead": _ahead,
 }

@@ -13,6 +13,7 @@ from tests.mutants.faults import (
     identity,
     memory_and_ranks,
     micro_steps,
+    offload,
     reduces,
     updates,
 )
@@ -25,4 +26,5 @@ FAULTS: tuple[Fault, ...] = (
     *identity.FAULTS,
     *memory_and_ranks.FAULTS,
     *equal_layers.FAULTS,
+    *offload.FAULTS,
 )
