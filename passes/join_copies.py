@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxzero.graph import Lane, Phase, Role, StepGraph
+from fxzero.graph import Lane, Phase, Role, Segment, StepGraph
 from fxzero.graph.aliases import readers
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import TransferNodes
@@ -70,15 +70,22 @@ def drop_unread(graph: StepGraph, uploads: list[TransferNodes]) -> list[Transfer
 
 def launch_late(graph: StepGraph, uploads: list[TransferNodes], timeline: Timeline) -> None:
     """Let copies begin as late as they can and still be there when they are read, one behind the
-    other on their lane: no more of the device's memory waits to be read."""
+    other on their lane: no more of the device's memory waits to be read.
+
+    None begins before the phase before its own, so that a micro-step may stand for others.
+    """
     ordered = sorted(uploads, key=lambda copy: copy.wait)
     read = first_reads(graph, uploads)
+    begins = {segment: first_compute(graph, segment) for segment in graph.segments()}
+    earliest = dict(zip(list(begins)[1:], begins.values(), strict=False))
     anchors: list[fx.Node] = []
     until_us = float("inf")
     for copy in reversed(ordered):
         until_us = min(until_us, timeline.begin_us(read[copy]))
         until_us -= SLACK * timeline.copy_us(copy.record)
-        anchors.append(timeline.running_at(until_us))
+        anchor = timeline.running_at(until_us)
+        anchor = max(anchor, earliest.get(copy.stamp.segment, anchor))
+        anchors.append(min(anchor, copy.wait))  # a gather may be started far ahead of its use
     for copy, anchor in zip(ordered, reversed(anchors), strict=True):
         sources = [node for node in copy.tensors if node.op != "placeholder"]
         after = max(sources, default=None)
@@ -86,6 +93,13 @@ def launch_late(graph: StepGraph, uploads: list[TransferNodes], timeline: Timeli
             after.append(copy.launch)
         else:
             anchor.prepend(copy.launch)
+
+
+def first_compute(graph: StepGraph, segment: Segment) -> fx.Node:
+    """The first node of a phase of a micro-step that computes something."""
+    return next(
+        node for node in graph.nodes(segment=segment) if stamp_of(node).role is Role.COMPUTE
+    )
 
 
 def bound_uploads(uploads: list[TransferNodes], in_flight: int) -> None:

@@ -10,6 +10,9 @@ A GPT in fp32 with AdamW by `fxzero.compile_step`, in one process on one thread,
     activations  what forward saves for backward goes to the host and comes back, as far as there is
                  time for it
 
+With `--deepspeed` also DeepSpeed's ZeRO-3 with optimizer and parameters on the host, and beside it
+fxzero's all_host without anything held back, as DeepSpeed's copies are not.
+
 On CPU a device's memory is plain memory too: copies are held back to `--rate`, which is what a bus
 of that bandwidth would do. The bound of a step is the longest of what runs side by side: compute
 (the step without offload), bytes down and bytes up over the rate, and the updates by themselves.
@@ -18,6 +21,7 @@ Peaks are of what torch allocates outside of the arena, beside what the plan say
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -98,6 +102,42 @@ def made(
     )
 
 
+def deepspeed(shape: dict[str, int], batch_size: int) -> Callable[[], Any]:
+    """DeepSpeed's ZeRO-3 with everything that it can hold on the host there."""
+    import deepspeed as peer
+    import torch.distributed as dist
+
+    os.environ |= {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}  # what its launcher sets
+    if not dist.is_initialized():
+        store = dist.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        peer.init_distributed(dist_backend="gloo")
+    torch.manual_seed(0)
+    model = gpt_bench(**shape)
+    batch = model.example_inputs(batch_size)
+    config = {
+        "train_micro_batch_size_per_gpu": batch_size,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 1e-2}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+        },
+    }
+    engine, *_ = peer.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config
+    )
+
+    def step() -> None:
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+
+    for _ in range(2):
+        step()
+    return step
+
+
 def update_s(shape: dict[str, int]) -> float:
     """Seconds of all updates by themselves, by torch's fused kernel."""
     torch.manual_seed(0)
@@ -115,6 +155,9 @@ def main(
     batch_size: Annotated[int, typer.Option(help="Sequences of 256 tokens.")] = 4,
     rate: Annotated[str, typer.Option(help="What copies are held back to, each way.")] = "200MB/s",
     repeats: Annotated[int, typer.Option(help="Steps of each, in turns.")] = 5,
+    with_deepspeed: Annotated[
+        bool, typer.Option("--deepspeed", help="Beside DeepSpeed (pip install '.[peers]').")
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
 ) -> None:
     """Time steps under each way to hold them."""
@@ -123,15 +166,21 @@ def main(
     shape = {"num_layers": layers, "hidden": hidden, "num_heads": 8}
     contenders = [made(name, shape, batch_size, rate, mode) for name, mode in MODES.items()]
     alone_s = update_s(shape)
-    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    steps = {contender.name: contender.step for contender in contenders}
+    if with_deepspeed:
+        steps["all_host, as fast as it goes"] = made(
+            "", shape, batch_size, "", MODES["all_host"]
+        ).step
+        steps["DeepSpeed ZeRO-3, both on the host"] = deepspeed(shape, batch_size)
+    times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repeats):
-        for contender in contenders:
-            times[contender.name].append(timed_s("cpu", contender.step)[1])
+        for name, step in steps.items():
+            times[name].append(timed_s("cpu", step)[1])
     compute_s = median(times["none"])
     bytes_per_s = fxzero.Config.from_options({"throttle": {"h2d": rate}}).throttle.bytes_per_s(
         Lane.H2D
     )
-    rows = []
+    rows: list[dict[str, Any]] = []
     for contender in contenders:
         bounds = {
             "compute": compute_s,
@@ -176,7 +225,10 @@ def main(
             ],
         )
     )
-    losses = {row["loss"] for row in rows}
+    for name in list(steps)[len(rows) :]:
+        rows.append({"mode": name, "step_s": median(times[name]), "steps_s": times[name]})
+        print(f"{name}: {median(times[name]):.3f} s")
+    losses = {row["loss"] for row in rows if "loss" in row}
     print("losses are equal" if len(losses) == 1 else f"losses differ: {sorted(losses)}")
     if json is not None:
         write_json(json, {**facts, "shape": shape, "batch": batch_size, "rate": rate}, rows)

@@ -100,6 +100,7 @@ from fxzero._compat.memory import (
     collecting_only_new_objects,
     free_storage,
     return_free_memory,
+    shares_memory,
     storage_identity,
 )
 from fxzero._compat.modules import active_ddp_module, module_call, num_module_hooks
@@ -254,6 +255,7 @@ __all__ = [
     "set_local_tensor",
     "set_meta",
     "set_side",
+    "shares_memory",
     "squeeze",
     "storage_identity",
     "take_foreach_of",

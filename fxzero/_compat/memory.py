@@ -18,6 +18,15 @@ def storage_identity(value: torch.Tensor) -> int:
     return int(local.untyped_storage()._cdata)
 
 
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's storage has other users: views, arrays, tensors that were detached.
+
+    Each tensor counts one, and so does the storage's own Python object, which this makes.
+    """
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2
+
+
 def free_storage(tensor: torch.Tensor) -> None:
     """Free a tensor's memory, whoever else still refers to it.
 

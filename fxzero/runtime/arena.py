@@ -4,6 +4,7 @@
                whose memory is here; whoever reads, saves or loads them sees nothing of that
     staging    where gradients arrive
 
+On CPU a tensor that does not come home costs nothing but a figure: it is the host's all the same.
 ZeRO-Offload's parameters are its masters: there is no second copy of them on the host, so that
 whatever somebody writes to a parameter between two steps is what the next one begins with.
 """
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from fxzero._compat import shares_memory
 
 ALIGNMENT = 64
 """Bytes: a cache line, and what vector instructions want."""
@@ -79,17 +82,29 @@ class HostArena:
         for home, layout in self.homes.items():
             begin = offsets[home]
             own = _whole(buffer[begin : begin + layout.num_bytes])
-            self._tensors[home] = layout.at(own, 0)
+            # Not a view: it would keep what it is a view of, which looks like another user.
+            tensor = torch.empty(0, dtype=layout.dtype)
+            self._tensors[home] = tensor.set_(own.untyped_storage(), 0, layout.shape, layout.stride)
 
     def fits(self, homes: Mapping[Home, Layout], staging_bytes: int) -> bool:
         """Whether it has room for a graph."""
         known = all(self.homes.get(home) == layout for home, layout in homes.items())
         return known and self.staging.nbytes >= staging_bytes
 
+    def leave(self) -> None:
+        """Hold nothing for those who live here: another arena takes its place."""
+        self._tensors.clear()
+
     def bring_home(self, home: Home, tensor: Tensor) -> None:
-        """Let a tensor's memory be here: somebody may have given it other memory since."""
+        """Let a tensor's memory be here: somebody may have given it other memory since.
+
+        Not where somebody else looks at the one memory or at the other: a backup that was taken by
+        reference stays what it is, and what was an alias of a parameter goes on being one.
+        """
         own = self._tensors[home]
         if tensor.data_ptr() == own.data_ptr() or not own.numel():
+            return
+        if shares_memory(tensor) or shares_memory(own):
             return
         own.copy_(tensor)
         tensor.data = own
@@ -124,4 +139,6 @@ def arena_for(optimizer: Optimizer, homes: Mapping[Home, Layout], staging_bytes:
     known = {} if arena is None else arena.homes
     most = max(staging_bytes, 0 if arena is None else arena.staging.nbytes)
     made = _arenas[optimizer] = HostArena({**known, **homes}, most)
+    if arena is not None:
+        arena.leave()
     return made

@@ -11,10 +11,14 @@ of the interpreter, so that lanes run beside compute and beside each other.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -22,13 +26,23 @@ import torch
 from fxzero._compat import below_autograd
 from fxzero.graph.stamps import Lane
 
+_Work = tuple["Future[Any]", Callable[[], Any]]
+
 
 class Worker:
-    """The thread of a lane."""
+    """The thread of a lane.
+
+    Once something has failed, all that comes behind it fails alike, until `drain`: it may need what
+    was not done. The thread is a daemon, so that others may go on with steps when the main one has
+    ended.
+    """
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"fxzero-{lane.value}")
+        self._queue: SimpleQueue[_Work] = SimpleQueue()
+        self.failed: BaseException | None = None
+        name = f"fxzero-{lane.value}"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(
         self, work: Callable[[], Any], num_bytes: int = 0, bytes_per_s: float = 0.0
@@ -40,7 +54,35 @@ class Worker:
             bytes_per_s: what it is held back to; 0 for as fast as it goes.
         """
         least_s = num_bytes / bytes_per_s if bytes_per_s else 0.0
-        return self._pool.submit(_done, work, least_s, torch.get_num_threads())
+        num_threads = torch.get_num_threads()
+        done: Future[Any] = Future()
+        self._queue.put((done, lambda: _done(work, least_s, num_threads)))
+        return done
+
+    def _run(self) -> None:
+        while True:
+            done, work = self._queue.get()
+            try:
+                if self.failed is not None:
+                    raise self.failed
+                result = work()
+            except BaseException as error:
+                self.failed = error
+                done.set_exception(error)
+            else:
+                done.set_result(result)
+            del done, work  # while it waits for more it keeps nothing alive
+
+    def rest(self) -> None:
+        """Wait until there is nothing to do, and forget that something has failed."""
+        over = threading.Event()
+        done: Future[Any] = Future()
+        done.add_done_callback(lambda _: over.set())
+        self._queue.put((done, lambda: None))
+        while not over.is_set():
+            with contextlib.suppress(KeyboardInterrupt):  # one is on its way up already
+                over.wait()
+        self.failed = None
 
 
 def _done(work: Callable[[], Any], least_s: float, num_threads: int) -> Any:
@@ -65,12 +107,29 @@ def worker(lane: Lane) -> Worker:
     found = _workers.get(lane)
     if found is None:
         with _making:
-            found = _workers.setdefault(lane, Worker(lane))
+            found = _workers.get(lane)
+            if found is None:
+                found = _workers[lane] = Worker(lane)
     return found
 
 
 def drain() -> None:
-    """Wait until no lane has anything to do: behind a step that failed halfway."""
-    for lane in (Lane.H2D, Lane.D2H, Lane.HOST):  # each may wait for one before it
+    """Wait until no lane has anything to do: behind a step that failed halfway, and at the end of
+    the process, whose threads end wherever they are. An interrupt does not end it."""
+    for lane in (Lane.D2H, Lane.HOST, Lane.H2D):  # each may wait for those before it
         if lane in _workers:
-            _workers[lane].submit(lambda: None).result()
+            _workers[lane].rest()
+
+
+atexit.register(drain)
+
+
+def _forget_threads() -> None:
+    """A forked process has none of them, and may have taken over a lock that somebody held."""
+    global _making
+    _making = threading.Lock()
+    _workers.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)

@@ -24,6 +24,9 @@ def is_follower(node: fx.Node) -> bool:
     stamp = stamp_of(node)
     if stamp.phase is Phase.OPTIMIZER or stamp.lane in BESIDE_COMPUTE:
         return True
+    if stamp.role is Role.FINISH:  # of a sum over micro-steps, not of a transfer
+        sources = [n for n in node.all_input_nodes if n.op == "call_function"]
+        return any(stamp_of(n).role is Role.ACCUMULATE or is_follower(n) for n in sources)
     return stamp.role in (Role.ACCUMULATE, Role.ROWS)
 
 

@@ -145,11 +145,29 @@ def test_a_tensor_that_was_given_other_memory_comes_home_again(order: torch.memo
     arena.bring_home(("w", ""), tensor)
     place, stride = tensor.data_ptr(), tensor.stride()
     other = torch.randn(2, 3, 4, 5).contiguous(memory_format=order)
-    tensor.data = other
+    tensor.data = other.clone()
     arena.bring_home(("w", ""), tensor)
     assert tensor.data_ptr() == place
     assert tensor.stride() == stride
     assert torch.equal(tensor, other)
+
+
+def test_what_somebody_else_looks_at_stays_where_it_is() -> None:
+    """A backup by reference, of what is at home or of what comes, is not written to."""
+    tensor = torch.arange(6.0)
+    arena = HostArena({("w", ""): Layout.of(tensor)}, 0)
+    alias = tensor.view(2, 3)
+    arena.bring_home(("w", ""), tensor)
+    alias[0, 0] = 7  # it has not moved away from what looks at it
+    assert tensor[0] == 7
+    del alias
+    arena.bring_home(("w", ""), tensor)
+    backup = tensor.data
+    tensor.data = torch.zeros(6)
+    arena.bring_home(("w", ""), tensor)
+    tensor.add_(1)
+    assert torch.equal(backup, torch.tensor([7.0, 1, 2, 3, 4, 5]))
+    assert torch.equal(tensor, torch.ones(6))
 
 
 def test_a_tensor_of_it_is_saved_without_the_rest() -> None:

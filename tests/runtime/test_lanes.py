@@ -157,12 +157,25 @@ def lose() -> None:
 
 @pytest.mark.parametrize("lane", LANES)
 def test_an_error_arrives_at_who_waits(lane: Lane) -> None:
-    """And the lane goes on with what comes next."""
+    """What comes behind it may need what was not done, and fails alike, until the lane rests."""
     future = worker(lane).submit(lose)
-    after = worker(lane).submit(lambda: "done")
+    behind = worker(lane).submit(lambda: "done")
+    for waiting in (future, behind):
+        with pytest.raises(LostError):
+            waiting.result(SOON)
+    drain()
+    assert worker(lane).submit(lambda: "done").result(SOON) == "done"
+
+
+def test_an_update_behind_a_copy_that_failed_changes_nothing() -> None:
+    """It would read what was there before."""
+    copy = copies.Copy([torch.zeros(2)], [], worker(Lane.D2H).submit(lose))
+    arrived = copies.arrived(copy)
+    ran: list[object] = []
+    update = copies.HostUpdate(lambda *args: ran.append(args))([torch.ones(2)], arrived)
     with pytest.raises(LostError):
-        future.result(SOON)
-    assert after.result(SOON) == "done"
+        copies.join_updates([update])
+    assert not ran
 
 
 def test_draining_waits_for_every_lane() -> None:
@@ -171,7 +184,6 @@ def test_draining_waits_for_every_lane() -> None:
     down = worker(Lane.D2H).submit(gate)
     failed = worker(Lane.D2H).submit(lose)
     update = worker(Lane.HOST).submit(down.result)
-    worker(Lane.HOST).submit(failed.result)
     worker(Lane.H2D).submit(update.result)
     worker(Lane.H2D).submit(lambda: done.append("up"))
     threading.Timer(0.05, gate.open.set).start()
@@ -194,7 +206,7 @@ def test_a_step_that_fails_halfway_leaves_no_lane_at_work() -> None:
     with pytest.raises((TypeError, ValueError)):
         step(x)
     for lane in LANES:
-        assert worker(lane)._pool._work_queue.empty()
+        assert worker(lane)._queue.empty()
     group["betas"] = betas
     before = [p.detach().clone() for p in model.parameters()]
     assert torch.isfinite(step(x).loss)

@@ -189,6 +189,7 @@ def test_an_update_that_failed_leaves_what_was_there() -> None:
         raise RuntimeError("lost")
 
     resident.launch([parameter], worker(Lane.HOST).submit(update), torch.float32, 0.0)
+    drain()  # as a step does that fails
     (mine,) = take(resident, [parameter])
     assert torch.equal(mine, parameter)
     assert resident.num_stale == 1
