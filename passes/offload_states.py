@@ -85,17 +85,23 @@ def readers_of(param: fx.Node) -> list[fx.Node]:
 
 
 def upload(
-    graph: StepGraph, update: fx.Node, bytes_per_s: float, optimizer: Optimizer | None
+    graph: StepGraph,
+    update: fx.Node,
+    bytes_per_s: float,
+    optimizer: Optimizer | None,
+    *,
+    fuses: bool,
 ) -> None:
     """Let the device read copies of an update's parameters.
 
     Args:
+        fuses: whether compute is, or will be, compiled regions.
         optimizer: whose copies stay on the device from step to step; None makes new ones in each.
     """
     params = [param for param in params_of(update) if readers_of(param)]
     by_dtype: dict[torch.dtype, list[fx.Node]] = {}
     for param in params:
-        by_dtype.setdefault(dtype_on_device(param), []).append(param)
+        by_dtype.setdefault(dtype_on_device(param, fuses=fuses), []).append(param)
     for dtype, own in by_dtype.items():
         record = Transfer(
             TransferKind.COPY,
@@ -178,19 +184,26 @@ def first_call(graph: StepGraph) -> fx.Node:
     )
 
 
-def dtype_on_device(param: fx.Node) -> torch.dtype:
+def dtype_on_device(param: fx.Node, *, fuses: bool) -> torch.dtype:
     """The dtype in which the device reads a parameter: another one where all that it does with it
-    is to cast it."""
+    is to cast it.
+
+    Args:
+        fuses: whether a cast beside compute becomes part of a compiled region, where Inductor does
+            not round: what is copied as that dtype is rounded, and would be another number.
+    """
     own: torch.dtype = param.meta["val"].dtype
     readers = readers_of(param)
-    if not all(map(_only_casts, readers)):
+    if not all(_only_casts(reader, fuses) for reader in readers):
         return own
     cast = {reader.meta["val"].dtype for reader in readers}
     return cast.pop() if len(cast) == 1 else own
 
 
-def _only_casts(node: fx.Node) -> bool:
+def _only_casts(node: fx.Node, fuses: bool) -> bool:
     if node.op != "call_function" or not is_cast_or_copy(node):
+        return False
+    if fuses and stamp_of(node).role is not Role.PREPARE:
         return False
     value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
     return (value.device, value.stride()) == (source.device, source.stride())
@@ -321,6 +334,13 @@ class OffloadStates(DecidingPass[Offloaded]):
                 break
             chosen.append(update)
             taken_bytes += own_bytes
+        if movable and not chosen:
+            least = sum(map(num_bytes, params_of(movable[0])))
+            ctx.warnings.append(
+                f"offload_states.share={self.share:g} moves nothing: the bucket whose gradients "
+                f"come first has {least} of {every_bytes} bytes. Raise it, or make buckets smaller "
+                "(bucket.cap_bytes)."
+            )
         return Offloaded(
             tuple(update.name for update in chosen),
             sum(num_bytes(node) for update in chosen for node in homes_of(update)),
@@ -333,8 +353,9 @@ class OffloadStates(DecidingPass[Offloaded]):
         if not layout.kernels:
             raise ConfigError(
                 f"{asked}: {layout.name} runs its own step() here, which offload cannot take "
-                "apart. SGD, Adam, AdamW and Adagrad can be offloaded, without foreach=True, "
-                "fused=False or hooks."
+                "apart. What torch has a fused CPU kernel for can be offloaded: SGD (without "
+                "dampening), Adam, AdamW and Adagrad, without foreach=True, fused=False or hooks, "
+                "on parameters without gaps in memory, of dtypes that the kernel is right for."
             )
         devices = {node.meta["val"].device.type for node in graph.inputs}
         if devices - {"cpu"}:
@@ -380,7 +401,8 @@ class OffloadStates(DecidingPass[Offloaded]):
             return min(readers, default=len(place))
 
         for update in sorted(chosen, key=first_read):
-            upload(graph, update, ctx.throttle.bytes_per_s(Lane.H2D), optimizer)
+            rate = ctx.throttle.bytes_per_s(Lane.H2D)
+            upload(graph, update, rate, optimizer, fuses=ctx.fuses)
         staging_bytes = sum(aligned(num_bytes(g)) for u in chosen for g in grads_of(u))
         staging, offset = staging_area(graph, staging_bytes)
         for update in chosen:

@@ -13,8 +13,9 @@ all gradients are there. Buffers that the forward changed get their new values.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +24,7 @@ from torch import fx
 from fxzero._compat import create_node
 from fxzero.errors import ConfigError
 from fxzero.graph import Phase, Role, Stamp, StepGraph
+from fxzero.graph.aliases import root
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Door, Fact, Notes
 from fxzero.passes.decision import DecidingPass, Decision
@@ -37,6 +39,15 @@ from fxzero.passes.updated_together import (
 )
 from fxzero.runtime import updates
 from fxzero.runtime.optimizers import OptimizerLayout
+
+_aten = torch.ops.aten
+
+
+def _shared_gradients(together: list[Together]) -> set[fx.Node]:
+    """Gradients in one memory: those of ``a`` and ``b`` in ``a + b``."""
+    grads = [grad for update in together for grad in update.grads]
+    times = Counter(map(root, grads))
+    return {grad for grad in grads if times[root(grad)] > 1}
 
 
 class _Emitter:
@@ -63,6 +74,12 @@ class _Emitter:
         node = create_node(self.graph.graph, "call_function", target, args, {}, name)
         node.meta["val"] = None
         set_stamp(node, stamp)
+
+    def own_gradient(self, grad: fx.Node) -> fx.Node:
+        """Emit a copy of a gradient that another parameter has too: each update scales its own, in
+        place."""
+        stamp = stamp_of(grad).but(role=Role.FINISH, phase=Phase.OPTIMIZER, made_by="update")
+        return self.graph.call(_aten.clone.default, (grad,), stamp=stamp)
 
     def fused(self, together: Together, own: bool) -> None:
         """Emit a fused update of parameters of one group, by our own kernel or by torch's."""
@@ -194,11 +211,15 @@ class Update(DecidingPass[Updates]):
         own = _by_own_kernel(layout, together, decision)
         emitter = _Emitter(graph, layout)
         made = len(together)
+        shared = _shared_gradients(together) if graph.scale is not None else set()
         with graph.graph.inserting_before(graph.output):
             if not layout.kernels and (ready := ready_together(graph, layout)):
                 emitter.own(ready)
                 made = 1
             for update in together:
+                if not shared.isdisjoint(update.grads):
+                    grads = [emitter.own_gradient(g) if g in shared else g for g in update.grads]
+                    update = replace(update, grads=grads)
                 emitter.fused(update, (update.place, update.group) in own)
             emitter.commit()
         graph.set_output_values((loss, graph.norm, graph.skip))

@@ -74,6 +74,16 @@ class Compilation:
             self.context.warnings.append(
                 f"{self.config.throttle} has no effect: nothing is copied to or from the host"
             )
+        filled = self.config.filled
+        if not filled.offload_states.ahead and not filled.offload_states.share:
+            self.context.warnings.append(
+                "offload_states.ahead=False has no effect: no state is offloaded"
+            )
+        if filled.offload_params.in_flight is not None and not filled.offload_params.share:
+            self.context.warnings.append(
+                f"offload_params.in_flight={filled.offload_params.in_flight} has no effect: "
+                "offload_params.share is 0"
+            )
         for observe in observers:
             observe(self)
 

@@ -15,27 +15,32 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from fxzero.graph.aliases import readers
+from fxzero.graph.aliases import readers, root
 from fxzero.graph.belongings import Finding
-from fxzero.graph.operators import num_bytes
+from fxzero.graph.operators import num_bytes, writes_memory
 from fxzero.graph.stamps import BESIDE_COMPUTE, Lane, Role, stamp_of
-from fxzero.graph.step_graph import StepGraph, TransferNodes
-from fxzero.transfer import Pool
+from fxzero.graph.step_graph import StepGraph, TransferNodes, sent_by
+from fxzero.transfer import PCIE_DOWN, PCIE_UP, Pool
+
+ALIGNMENT = 64
+"""Bytes: where places in the host's memory begin, for vector instructions and dtypes alike."""
 
 
 def wrong_lanes(graph: StepGraph) -> Iterator[Finding]:
     """Reads that nothing orders, places that are given twice, and copies of something else."""
     found = [transfer for transfer in graph.transfers() if transfer.is_copy]
-    updates = [n for n in graph.nodes(role=Role.UPDATE) if stamp_of(n).lane is Lane.HOST]
+    down = [copy for copy in found if copy.stamp.lane is Lane.D2H]
     yield from _read_by_compute(graph)
     for copy in found:
         yield from _wrong_record(copy)
-        if copy.stamp.lane is Lane.H2D:
-            yield from _changed_meanwhile(copy)
+        yield from _changed_meanwhile(copy)
+        yield from _returned(graph, copy)
     yield from _copied_over(found, list(graph.nodes(role=Role.AHEAD)))
-    for update in updates:
-        yield from _not_joined(graph, update)
-    yield from _shared_places(graph, [copy for copy in found if copy.stamp.lane is Lane.D2H])
+    for update in graph.nodes(role=Role.UPDATE):
+        yield from _wrong_host(update)
+        if stamp_of(update).lane is Lane.HOST:
+            yield from _not_joined(update)
+    yield from _shared_places(graph, down)
 
 
 def _read_by_compute(graph: StepGraph) -> Iterator[Finding]:
@@ -62,37 +67,82 @@ def _may_read(node: fx.Node) -> frozenset[Lane]:
 def _wrong_record(copy: TransferNodes) -> Iterator[Finding]:
     """A record that says something else than what is copied."""
     record, sent = copy.record, copy.tensors
-    pools = (Pool.HOST, Pool.DEVICE) if copy.stamp.lane is Lane.H2D else (Pool.DEVICE, Pool.HOST)
-    moved = sum(value.numel() for value in copy.launch.meta["val"]) * record.dtype.itemsize
-    said = (record.num_tensors, record.full_bytes, record.source, record.target)
-    if said != (len(sent), moved, *pools):
+    goes_up = copy.stamp.lane is Lane.H2D
+    pools = (Pool.HOST, Pool.DEVICE) if goes_up else (Pool.DEVICE, Pool.HOST)
+    values = copy.launch.meta["val"]
+    moved = sum(value.numel() * value.element_size() for value in values)
+    dtype = copy.launch.args[1] if goes_up else record.dtype
+    resource = PCIE_UP if goes_up else PCIE_DOWN
+    does: tuple[object, ...] = (len(sent), moved, *pools, copy.launch.args[-1], dtype, resource)
+    said: tuple[object, ...] = (record.num_tensors, record.full_bytes)
+    said += (record.source, record.target, record.bytes_per_s, record.dtype, record.resource)
+    if said != does:
         yield Finding(
             copy.launch,
             f"{copy.launch.name} copies {len(sent)} tensors, {moved} bytes, from {pools[0]} to "
-            f"{pools[1]}, and its record says {said}",
+            f"{pools[1]}, by {does[4:]}, and its record says {said}",
             "Write the record when the tensors are known.",
         )
 
 
 def _changed_meanwhile(copy: TransferNodes) -> Iterator[Finding]:
-    """What is being copied to the device must not change before the copy is there."""
+    """What is being copied must not change before the copy is there."""
+    end = copy.wait
+    if stamp_of(end).lane is Lane.HOST:  # only the host's lane has waited
+        landed = [user for user in copy.launch.users if stamp_of(user).role is Role.RELEASE]
+        end = min(landed, default=copy.launch.graph.output_node())
     for source in copy.tensors:
-        for user in source.users:
-            if stamp_of(user).role is Role.UPDATE and user < copy.wait:
+        for user in _writers(source):
+            if copy.launch < user < end:
                 yield Finding(
                     user,
                     f"{user.name} changes {source.name} while {copy.launch.name} copies it, which "
-                    f"is waited for by {copy.wait.name}",
+                    f"is waited for by {end.name}",
                     "Wait for the copy first.",
                 )
+
+
+def _writers(source: fx.Node) -> Iterator[fx.Node]:
+    """What writes to a value's memory: updates to what they change and to the gradients that they
+    scale, and operators that write to their first argument."""
+    for alias in [root(source), *readers(root(source))]:
+        for user in alias.users:
+            if user.op != "call_function":
+                continue
+            if stamp_of(user).role is Role.UPDATE or (
+                writes_memory(user) and user.args and user.args[0] is alias
+            ):
+                yield user
+
+
+def _returned(graph: StepGraph, copy: TransferNodes) -> Iterator[Finding]:
+    """A copy that stays on the device is copied over: whoever calls the step must not hold it."""
+    if not hasattr(copy.launch.target, "ahead"):
+        return
+    seen = {*copy.parts, *readers(*copy.parts)}
+    for value in graph.output.all_input_nodes:
+        if value in seen and root(value) in copy.parts:
+            yield Finding(
+                value,
+                f"the step returns {value.name}, which {copy.launch.name} keeps for the next one",
+                "Return a copy of it.",
+            )
 
 
 def _copied_over(copies: list[TransferNodes], ahead: list[fx.Node]) -> Iterator[Finding]:
     """The next step's copies go where this one's are, once nothing reads those."""
     taken = {id(getattr(copy.launch.target, "ahead", None)): copy for copy in copies}
     for node in ahead:
-        copy = taken.get(id(getattr(node.target, "ahead", None)))
-        if copy is None or stamp_of(node).lane is not Lane.H2D:
+        if stamp_of(node).lane is not Lane.H2D:
+            continue
+        copy = taken.pop(id(getattr(node.target, "ahead", None)), None)
+        if copy is None or (sent_by(node), node.args[2:]) != (copy.tensors, copy.launch.args[1:]):
+            yield Finding(
+                node,
+                f"{node.name} copies for the next step what no copy of this one takes alike, or "
+                "twice",
+                "Take and launch by one Resident: fxzero.passes.join_copies.",
+            )
             continue
         for reader in readers(*copy.parts):
             if node < reader:
@@ -104,7 +154,43 @@ def _copied_over(copies: list[TransferNodes], ahead: list[fx.Node]) -> Iterator[
                 )
 
 
-def _not_joined(graph: StepGraph, update: fx.Node) -> Iterator[Finding]:
+def _wrong_host(update: fx.Node) -> Iterator[Finding]:
+    """An update of what is on the host that does not run there, or takes what is not there."""
+    stamp = stamp_of(update)
+    on_host = stamp.lane is Lane.HOST
+    if on_host != getattr(update.target, "runs_on_host", False):
+        yield Finding(
+            update,
+            f"{update.name} is stamped for lane {stamp.lane} and calls {update.target}",
+            "An update on the host is a HostUpdate: fxzero.passes.offload_states.",
+        )
+        return
+    if not on_host:
+        return
+    params, grads, state = update.args[:3]
+    assert isinstance(params, (list, tuple))
+    assert isinstance(grads, (list, tuple))
+    assert isinstance(state, (list, tuple))
+    for node in (*params, *grads, *(node for part in state for node in part)):  # type: ignore[union-attr]
+        assert isinstance(node, fx.Node)
+        if stamp_of(node).pool is not Pool.HOST:
+            yield Finding(
+                update,
+                f"{update.name} runs on the host and takes {node.name}, which is on the device",
+                "Copy it down first, or hold it there.",
+            )
+    for key, grad in zip(stamp.params, grads, strict=True):
+        assert isinstance(grad, fx.Node)
+        if stamp_of(grad).params != (key,):
+            yield Finding(
+                update,
+                f"{update.name} takes {grad.name} for the gradient of {key.partition('/')[2]}, and "
+                f"it is that of {stamp_of(grad).params}",
+                "Keep parameters and gradients in one order.",
+            )
+
+
+def _not_joined(update: fx.Node) -> Iterator[Finding]:
     """An update on the host is waited for once, before anything but its lane reads what it
     changes."""
     joins = [user for user in update.users if stamp_of(user).role is Role.JOIN]
@@ -140,14 +226,15 @@ def _shared_places(graph: StepGraph, copies: list[TransferNodes]) -> Iterator[Fi
         until = _last_reader(graph, copy)
         for begin, tensor in zip(offsets, copy.tensors, strict=True):
             end = int(begin) + num_bytes(tensor)
-            if end > num_bytes(staging):
+            if int(begin) < 0 or int(begin) % ALIGNMENT or end > num_bytes(staging):
                 yield Finding(
                     copy.launch,
                     f"{copy.launch.name} copies {tensor.name} to bytes {begin} to {end} of "
                     f"{num_bytes(staging)}",
-                    "Make the staging area as large as what is copied to it.",
+                    f"Begin at multiples of {ALIGNMENT} in an area that has room for all.",
                 )
-            taken.append((int(begin), end, copy.launch, until))
+            if end > int(begin):
+                taken.append((int(begin), end, copy.launch, until))
     taken.sort(key=lambda place: place[:2])
     for i, (begin, end, first, until) in enumerate(taken):
         for start, _, second, later in taken[i + 1 :]:

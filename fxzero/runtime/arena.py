@@ -21,9 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fxzero._compat import shares_memory
-
-ALIGNMENT = 64
-"""Bytes: a cache line, and what vector instructions want."""
+from fxzero.graph.lanes import ALIGNMENT
 
 Home = tuple[str, str]
 """A parameter's key, and the name of one of its optimizer state's tensors; "" for itself."""

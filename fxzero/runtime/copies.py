@@ -117,6 +117,7 @@ class HostUpdate:
     """One of `fxzero.runtime.updates.KERNELS`, run on the host's lane."""
 
     __module__ = "fxzero.runtime.copies"
+    runs_on_host = True
 
     def __init__(self, kernel: Callable[..., None]) -> None:
         self.kernel = kernel

@@ -73,7 +73,9 @@ class Resident:
         return known == [(param.shape, param.stride(), dtype) for param in params]
 
 
-_residents: weakref.WeakKeyDictionary[Optimizer, dict[Any, Resident]] = weakref.WeakKeyDictionary()
+_Known = weakref.WeakValueDictionary[Any, Resident]
+_residents: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
+"""Kept alive by the graphs that use them: what no graph reads any more ends."""
 
 
 def resident_of(
@@ -85,5 +87,14 @@ def resident_of(
         keys: the parameters'.
         name: what a graph calls it.
     """
-    known = _residents.setdefault(optimizer, {})
-    return known.setdefault((keys, dtype), Resident(name))
+    known = _residents.setdefault(optimizer, weakref.WeakValueDictionary())
+    found = known.get((keys, dtype))
+    if found is None:
+        found = known[keys, dtype] = Resident(name)
+    return found
+
+
+def release(optimizer: Optimizer) -> None:
+    """Let go of an optimizer's copies: its graphs will be others. Who needs one makes it anew."""
+    for resident in list(_residents.get(optimizer, {}).values()):
+        resident.tensors = []

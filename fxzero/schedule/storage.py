@@ -37,6 +37,7 @@ from fxzero.regions.cutout import Cutout, cut_out, end_of_run, is_lowerable, run
 from fxzero.regions.region import Region
 from fxzero.runtime import collectives
 from fxzero.runtime.ahead import Take
+from fxzero.runtime.arena import aligned
 from fxzero.transfer import Pool
 
 
@@ -196,9 +197,12 @@ class _Walk:
                 kind = Kind.GRADIENTS
             else:
                 kind = Kind.INPUTS
-            storage = self._make(node, num_bytes(node), kind, None)
-            storage.stays = True
-            storage.pool = stamp_of(node).pool
+            pool = stamp_of(node).pool
+            amount = num_bytes(node)
+            storage = self._make(
+                node, amount if pool is Pool.DEVICE else aligned(amount), kind, None
+            )
+            storage.stays, storage.pool = True, pool
             self.storage[node] = [storage]
 
     def _alias(self, node: fx.Node, source: fx.Node) -> None:

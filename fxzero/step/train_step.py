@@ -22,6 +22,7 @@ from fxzero.compiler.config import Config
 from fxzero.compiler.pipelines import step_passes
 from fxzero.errors import BatchError, CaptureError, ConfigError, FxZeroError, FxZeroWarning
 from fxzero.runtime.optimizers import OptimizerLayout, kernels_of
+from fxzero.runtime.residents import release
 from fxzero.sharding.before_step import before_step, refuse_strangers
 from fxzero.sharding.buffers import sync_buffers
 from fxzero.sharding.gradients import hooks_of_users
@@ -366,6 +367,7 @@ class TrainStep:
         self._traced = set()
         self._compiled_shapes = []
         self._programs = []
+        release(self.optimizer)
         self._loss = torch.compile(
             _compat.private_code(self._loss_function()),
             backend=_weakly(self, TrainStep._compile),

@@ -206,15 +206,14 @@ def test_two_tensors_of_a_copy_that_are_swapped(lane: str) -> None:
     assert_refused(graph, rule, second, "Keep the order of tensors and parts")
 
 
-def test_a_gradient_of_another_parameter() -> None:
-    """As it was reduced: the copy changes nothing of whose it is."""
-    graph = on_many_ranks()
-    first, second, *_ = downloads(graph)
-    update = update_of(graph, second.stamp.params)
-    update.update_arg(1, list(first.parts))
-    reduced = first.tensors[0]
-    rule = rf"the gradient of layers.1.weight is {reduced.name}, which is that of layers.2.weight"
-    assert_refused(graph, rule, reduced, "Keep parameters and gradients in one order")
+def test_a_gradient_of_another_parameter(graph: StepGraph) -> None:
+    """In one process too, where nothing was reduced that would say whose it is."""
+    for found in (on_many_ranks(), graph):
+        first, second, *_ = downloads(found)
+        update = update_of(found, second.stamp.params)
+        update.update_arg(1, list(first.parts))
+        rule = f"{update.name} takes {first.parts[0].name} for the gradient of layers.1.weight"
+        assert_refused(found, rule, update, "Keep parameters and gradients in one order")
 
 
 def test_a_gradient_that_was_not_reduced() -> None:
@@ -364,9 +363,9 @@ def test_a_gradient_without_elements_needs_no_place(graph: StepGraph) -> None:
     assert first.launch.args[3] == [0]
 
 
-@pytest.mark.parametrize("offset", [1023, 512])
+@pytest.mark.parametrize("offset", [960, 512])
 def test_two_gradients_that_overlap(graph: StepGraph, offset: int) -> None:
-    """By a byte, or by half."""
+    """By a little, or by half."""
     first, second, *_ = downloads(graph)
     second.launch.update_arg(3, [offset])
     rule = f"{second.launch.name} copies to byte {offset}, where {first.launch.name} has copied"
@@ -388,7 +387,7 @@ def test_a_staging_area_that_is_too_small(graph: StepGraph) -> None:
     staging.meta["val"] = staging.meta["val"][:-1]
     last = downloads(graph)[-1]
     rule = f"{last.launch.name} copies {last.tensors[0].name} to bytes 2048 to 3072 of 3071"
-    assert_refused(graph, rule, last.launch, "as large as what is copied")
+    assert_refused(graph, rule, last.launch, "in an area that has room for all")
 
 
 # -- copies for the next step
@@ -446,12 +445,29 @@ def test_a_copy_for_the_next_step_behind_another_update(graph: StepGraph) -> Non
 
 
 def test_a_copy_for_the_next_step_of_what_is_updated_later(graph: StepGraph) -> None:
-    """The next step would find old values, and copy again."""
+    """Or of anything else than what this step has taken."""
     first, second, *_ = of_role(graph, Role.AHEAD)
     first.update_arg(0, second.args[0])
-    update = update_of(graph, stamp_of(second).params)
-    rule = f"{first.name} gathers layers.1.weight for the next step before {update.name} has"
-    assert_refused(graph, rule, first, "behind the last update")
+    rule = f"{first.name} copies for the next step what no copy of this one takes alike"
+    assert_refused(graph, rule, first, "by one Resident")
+
+
+def test_a_gradient_that_is_written_to_on_its_way(graph: StepGraph) -> None:
+    """The copy may have read it by then, or not."""
+    copy = downloads(graph)[0]
+    value = copy.tensors[0].meta["val"]
+    with graph.graph.inserting_after(copy.launch):
+        node = graph.call(_aten.mul_.Tensor, (copy.tensors[0], 2.0), stamp=ON_DEVICE, value=value)
+    rule = f"{node.name} changes {copy.tensors[0].name} while {copy.launch.name} copies it"
+    assert_refused(graph, rule, node, "Wait for the copy first")
+
+
+def test_an_update_that_only_says_that_it_runs_on_the_host(graph: StepGraph) -> None:
+    """It would run at once, beside the copy of its gradient."""
+    update = of_role(graph, Role.UPDATE)[0]
+    update.target = update.target.kernel  # type: ignore[union-attr]
+    rule = f"{update.name} is stamped for lane host and calls"
+    assert_refused(graph, rule, update, "is a HostUpdate")
 
 
 def test_a_graph_without_lanes_has_nothing_to_say() -> None:

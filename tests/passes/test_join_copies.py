@@ -211,7 +211,7 @@ def test_a_copy_that_backward_reads_behind_its_update_is_left_alone() -> None:
 
 
 def test_nothing_is_there_to_join() -> None:
-    """The pass leaves a step alone whose updates all stay."""
-    share = {"offload_states": {"share": 0.01}}
-    given, without = offloaded(4, {**HOST, **share}), offloaded(4, EAGER)
+    """The pass leaves a step alone in which nothing is worth a copy."""
+    values = {"offload_activations": {"share": 1.0}}
+    given, without = offloaded(4, {**EAGER, **values}), offloaded(4, EAGER)
     assert [n.name for n in given.graph.nodes] == [n.name for n in without.graph.nodes]

@@ -250,11 +250,17 @@ def test_half_of_it_are_the_buckets_whose_gradients_come_first() -> None:
     assert sorted(params_of([c.launch for c in uploads(graph)])) == sorted(params_of(homes))
 
 
-@pytest.mark.parametrize(("share", "count"), [(0.1, 0), (0.2, 1), (0.3, 1), (0.9, 4), (1.0, 4)])
+@pytest.mark.parametrize(("share", "count"), [(0.2, 1), (0.3, 1), (0.9, 4), (1.0, 4)])
 def test_a_share_is_rounded_to_whole_buckets(share: float, count: int) -> None:
     """To the nearest number of them."""
     graph = offloaded(4, {**HOST, "offload_states": {"share": share}})
     assert len(downloads(graph)) == count
+
+
+def test_a_share_of_no_bucket_warns() -> None:
+    """Nothing of it would be seen."""
+    with pytest.raises(Exception, match=r"share=0.1 moves nothing: .* has 128 of 512 bytes"):
+        offloaded(4, {**HOST, "offload_states": {"share": 0.1}})
 
 
 @pytest.mark.parametrize("share", [0.0, 0])

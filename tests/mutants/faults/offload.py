@@ -160,7 +160,7 @@ FAULTS = (
     Fault(
         "every tensor of the arena is saved with all of it",
         "fxzero/runtime/arena.py",
-        "self._tensors[home] = layout.at(own, 0)",
+        "self._tensors[home] = tensor.set_(own.untyped_storage(), 0, layout.shape, layout.stride)",
         "self._tensors[home] = layout.at(self.memory, begin)",
         "tests/runtime/test_arena.py::test_a_tensor_of_it_is_saved_without_the_rest",
     ),
@@ -183,8 +183,8 @@ FAULTS = (
     Fault(
         "what the host holds counts for the device",
         "fxzero/schedule/storage.py",
-        "storage.pool = stamp_of(node).pool",
-        "storage.pool = Pool.DEVICE",
+        "pool = stamp_of(node).pool",
+        "pool = Pool.DEVICE",
         "tests/schedule/test_lanes_in_time.py::test_optimizer_state_leaves_the_device",
     ),
 )
