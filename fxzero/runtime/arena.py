@@ -93,19 +93,23 @@ class HostArena:
         """Hold nothing for those who live here: another arena takes its place."""
         self._tensors.clear()
 
-    def bring_home(self, home: Home, tensor: Tensor) -> None:
+    def bring_home(self, home: Home, tensor: Tensor) -> bool:
         """Let a tensor's memory be here: somebody may have given it other memory since.
 
         Not where somebody else looks at the one memory or at the other: a backup that was taken by
         reference stays what it is, and what was an alias of a parameter goes on being one.
+
+        Returns:
+            Whether it is here now.
         """
         own = self._tensors[home]
         if tensor.data_ptr() == own.data_ptr() or not own.numel():
-            return
+            return True
         if shares_memory(tensor) or shares_memory(own):
-            return
+            return False
         own.copy_(tensor)
         tensor.data = own
+        return True
 
 
 def _whole(buffer: memoryview) -> Tensor:

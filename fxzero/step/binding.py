@@ -11,6 +11,7 @@ staging             where in the host's memory gradients arrive: see `fxzero.run
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -142,12 +143,17 @@ class Binder:
                 values[i] = given.new_empty(count, dtype=torch.uint8)
             return
         arena = arena_of(self.optimizer)
-        if arena is None or arena is not self._arena:
+        is_new = arena is None or arena is not self._arena
+        if is_new:
             layouts = {home: Layout.of(values[i]) for i, home in self.homes}
             staging_bytes = sum(count for _, count in self.staging)
             arena = self._arena = arena_for(self.optimizer, layouts, staging_bytes)
-        for i, home in self.homes:
-            arena.bring_home(home, values[i])
+        assert arena is not None
+        away = [(i, home) for i, home in self.homes if not arena.bring_home(home, values[i])]
+        if away and is_new:
+            gc.collect()  # what tracing has left behind looks at parameters too
+            for i, home in away:
+                arena.bring_home(home, values[i])
         for i, _ in self.staging:
             values[i] = arena.staging
 
