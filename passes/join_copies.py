@@ -78,21 +78,26 @@ def launch_late(graph: StepGraph, uploads: list[TransferNodes], timeline: Timeli
     read = first_reads(graph, uploads)
     begins = {segment: first_compute(graph, segment) for segment in graph.segments()}
     earliest = dict(zip(list(begins)[1:], begins.values(), strict=False))
-    anchors: list[fx.Node] = []
+    anchors: list[fx.Node | None] = []
     until_us = float("inf")
     for copy in reversed(ordered):
         until_us = min(until_us, timeline.begin_us(read[copy]))
         until_us -= SLACK * timeline.copy_us(copy.record)
-        anchor = timeline.running_at(until_us)
-        anchor = max(anchor, earliest.get(copy.stamp.segment, anchor))
-        anchors.append(min(anchor, copy.wait))  # a gather may be started far ahead of its use
+        bounds = (timeline.running_at(until_us), earliest.get(copy.stamp.segment))
+        anchor = max(filter(None, bounds), default=None)
+        if anchor is not None:
+            anchor = min(anchor, copy.wait)  # a gather may be started far ahead of its use
+        anchors.append(anchor)
+    begin = max(graph.graph.find_nodes(op="placeholder"))
     for copy, anchor in zip(ordered, reversed(anchors), strict=True):
-        sources = [node for node in copy.tensors if node.op != "placeholder"]
-        after = max(sources, default=None)
-        if after is not None and anchor < after:
+        after = max((node for node in copy.tensors if node.op != "placeholder"), default=None)
+        if after is not None and (anchor is None or anchor < after):
             after.append(copy.launch)
-        else:
+        elif anchor is not None:
             anchor.prepend(copy.launch)
+        else:
+            begin.append(copy.launch)
+            begin = copy.launch
 
 
 def first_compute(graph: StepGraph, segment: Segment) -> fx.Node:

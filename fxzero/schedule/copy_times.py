@@ -41,7 +41,7 @@ class Timeline:
         for task, group in zip(program.graph.tasks, program.groups, strict=True):
             own_us = task.us if task.occupies == COMPUTE else 0.0
             self._begin |= dict.fromkeys(group, now_us)
-            if own_us or not self._firsts:
+            if own_us:
                 self._starts.append(now_us)
                 self._firsts.append(group[0])
             now_us += own_us
@@ -55,9 +55,10 @@ class Timeline:
         """When it ends."""
         return self._end[node]
 
-    def running_at(self, us: float) -> fx.Node:
-        """The first node of what runs at some time; the first of all before that."""
-        return self._firsts[max(bisect_right(self._starts, us) - 1, 0)]
+    def running_at(self, us: float) -> fx.Node | None:
+        """The first node of what runs at some time; None before there is something."""
+        place = bisect_right(self._starts, us)
+        return self._firsts[place - 1] if place else None
 
     def next_at(self, us: float) -> fx.Node | None:
         """The first node of what begins at some time or behind it; None if nothing does."""
