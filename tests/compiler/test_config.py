@@ -41,16 +41,19 @@ def test_ready_made_objects_are_taken() -> None:
     assert eager.lower_regions == LowerRegions(RegionBackend.EAGER)
 
 
+KNOWN = (
+    "bucket, cost, cuda_graph, gather_ahead, keep_text, lower_kernels, lower_regions, memory, "
+    "memory_budget, offload_activations, offload_params, offload_states, plan, prefetch, "
+    "recompute, stop_unless_finite, strict, throttle"
+)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (
             {"prefech": {}},
-            (
-                "options has no setting 'prefech': did you mean 'prefetch'? Known: bucket, "
-                "cost, cuda_graph, gather_ahead, keep_text, lower_kernels, lower_regions, "
-                "memory_budget, plan, prefetch, recompute, stop_unless_finite, strict"
-            ),
+            f"options has no setting 'prefech': did you mean 'prefetch'? Known: {KNOWN}",
         ),
         (
             {"prefetch": {"distanse": 1}},
@@ -61,11 +64,7 @@ def test_ready_made_objects_are_taken() -> None:
         ),
         (
             {"zzz": 1},
-            (
-                "options has no setting 'zzz': Known: bucket, cost, cuda_graph, gather_ahead, "
-                "keep_text, lower_kernels, lower_regions, memory_budget, plan, prefetch, "
-                "recompute, stop_unless_finite, strict"
-            ),
+            f"options has no setting 'zzz': Known: {KNOWN}",
         ),
         (
             {"lower_regions": {"backend": "inductr"}},

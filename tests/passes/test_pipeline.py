@@ -45,7 +45,14 @@ class Breaking(Pass):
         return Notes()
 
 
-@pytest.mark.parametrize("pipelines", [loop_passes(Config()), step_passes(Config(), 4, 1.0)])
+@pytest.mark.parametrize(
+    "pipelines",
+    [
+        loop_passes(Config()),
+        step_passes(Config(), 4, 1.0),
+        step_passes(Config.from_options({"memory": "l2l"}), 4, 1.0),
+    ],
+)
 def test_the_order_of_the_package_holds(pipelines: Pipelines) -> None:
     """What lowering needs, scheduling provides, but for what is said where a graph is cut."""
     facts = check_contracts(pipelines.scheduling)
@@ -58,7 +65,9 @@ def test_every_pass_has_one_place() -> None:
     """Each is in the order once, and options of the configuration belong to one."""
     order = [*SCHEDULING, *LOWERING]
     assert len(set(order)) == len(order)
-    doors = [loop_passes(Config()), step_passes(Config())]
+    values = {"offload_activations": {"share": 1.0}}
+    everything = Config.from_options({"memory": "all_host", **values})
+    doors = [loop_passes(Config()), step_passes(everything)]
     run = {type(one) for door in doors for one in (*door.scheduling, *door.lowering)}
     assert run == set(order)
     options = {f.name for f in fields(Config) if isinstance(getattr(Config(), f.name), Pass)}
