@@ -88,6 +88,8 @@ def test_json() -> None:
         "wire_elements": 3 * P,
         "gathered_bytes": 8 * P,
         "reduced_bytes": 4 * P,
+        "uploaded_bytes": 0,
+        "downloaded_bytes": 0,
     }
     assert [row["name"] for row in data["passes"]] == [row.name for row in plan.passes]
     assert data["transfers"][0]["params"] == ["layers.0.weight"]

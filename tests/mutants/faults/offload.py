@@ -187,4 +187,80 @@ FAULTS = (
         "pool = Pool.DEVICE",
         "tests/schedule/test_lanes_in_time.py::test_optimizer_state_leaves_the_device",
     ),
+    Fault(
+        "a parameter is copied once for all that read it",
+        "passes/offload_params.py",
+        "segment = stamp_of(reader).segment",
+        "segment = stamp_of(part).segment",
+        "tests/passes/test_offload_params.py"
+        "::test_a_copy_is_read_in_its_own_segment_alone[{'zero': 0, 'world_size': 1}]",
+    ),
+    Fault(
+        "a copy for a gather that does not happen is made",
+        "passes/join_copies.py",
+        "if any(part.users for part in copy.parts):",
+        "if copy.parts:",
+        "tests/passes/test_offload_params.py::test_a_gather_that_does_not_happen_has_no_copy",
+    ),
+    Fault(
+        "one copy more than asked for is in flight",
+        "passes/join_copies.py",
+        "zip(ordered, ordered[in_flight:], strict=False)",
+        "zip(ordered, ordered[in_flight + 1 :], strict=False)",
+        "tests/passes/test_offload_params.py::test_a_layer_at_a_time",
+    ),
+    Fault(
+        "a copy starts in any micro-step before its own",
+        "passes/join_copies.py",
+        "bounds = (timeline.running_at(until_us), earliest.get(copy.stamp.segment))",
+        "bounds = (timeline.running_at(until_us),)",
+        "tests/passes/test_offload_activations.py"
+        "::test_a_copy_starts_no_earlier_than_the_phase_before_its_own",
+    ),
+    Fault(
+        "a value's place on the host is another's before backward has read it",
+        "passes/offload_activations.py",
+        "held.append((offset, offset + size, saved.first_read))",
+        "held.append((offset, offset + size, saved.last_read))",
+        "tests/passes/test_offload_activations.py"
+        "::test_two_values_that_are_there_together_are_not_in_one_place",
+    ),
+    Fault(
+        "a value goes that has the time to get down and not up again",
+        "passes/offload_activations.py",
+        "until_us -= timeline.copy_us(record_of(saved.node, Lane.H2D))",
+        "until_us -= 0.0",
+        "tests/passes/test_offload_activations.py::test_time_is_for_both_ways",
+    ),
+    Fault(
+        "backward reads a value that went to the host, and not what came back",
+        "passes/offload_activations.py",
+        "for reader, view in saved.readers:\n",
+        "for reader, view in saved.readers[1:]:\n",
+        "tests/passes/test_offload_activations.py::test_backward_reads_what_has_come_back",
+    ),
+    Fault(
+        "a view that nobody reads keeps the memory of what has gone",
+        "passes/offload_activations.py",
+        "while view is not node and not view.users:",
+        "while view is node and not view.users:",
+        "tests/passes/test_offload_activations.py"
+        "::test_views_are_rebuilt_on_what_came_back[keeping]",
+    ),
+    Fault(
+        "a value is on the device until it comes back",
+        "passes/join_copies.py",
+        "            end = min(end, there)",
+        "            end = max(end, there)",
+        "tests/passes/test_offload_activations.py"
+        "::test_a_value_is_let_go_of_when_its_copy_should_be_there",
+    ),
+    Fault(
+        "what begins at a border of the timeline does not run there",
+        "fxzero/schedule/copy_times.py",
+        "place = bisect_right(self._starts, us)",
+        "place = bisect_left(self._starts, us)",
+        "tests/passes/test_offload_activations.py"
+        "::test_what_runs_at_some_time_and_what_is_next[10.0-relu-relu]",
+    ),
 )
