@@ -36,16 +36,18 @@ SLACK = 1.5
 """How much of its time a copy is given: costs are estimates."""
 
 
-def join_late(graph: StepGraph, uploads: list[TransferNodes]) -> None:
+def join_late(graph: StepGraph, uploads: list[TransferNodes], *, fuses: bool) -> None:
     """Wait for copies where they are first read; no run of compute is taken apart."""
-    for copy, first in first_reads(graph, uploads).items():
+    for copy, first in first_reads(graph, uploads, fuses=fuses).items():
         for node in (copy.wait, *copy.parts):
             first.prepend(node)
 
 
-def first_reads(graph: StepGraph, uploads: list[TransferNodes]) -> dict[TransferNodes, fx.Node]:
-    """By copy, the first node of the first run of compute that reads it."""
-    begin = {node: run[0] for run in runs(graph.nodes()) for node in run}
+def first_reads(
+    graph: StepGraph, uploads: list[TransferNodes], *, fuses: bool
+) -> dict[TransferNodes, fx.Node]:
+    """By copy, the first node that reads it; of a run that will be compiled, the run's first."""
+    begin = {node: run[0] for run in runs(graph.nodes()) for node in run} if fuses else {}
     return {
         copy: min(begin.get(user, user) for part in copy.parts for user in part.users)
         for copy in uploads
@@ -68,14 +70,16 @@ def drop_unread(graph: StepGraph, uploads: list[TransferNodes]) -> list[Transfer
     return found
 
 
-def launch_late(graph: StepGraph, uploads: list[TransferNodes], timeline: Timeline) -> None:
+def launch_late(
+    graph: StepGraph, uploads: list[TransferNodes], timeline: Timeline, *, fuses: bool
+) -> None:
     """Let copies begin as late as they can and still be there when they are read, one behind the
     other on their lane: no more of the device's memory waits to be read.
 
     None begins before the phase before its own, so that a micro-step may stand for others.
     """
     ordered = sorted(uploads, key=lambda copy: copy.wait)
-    read = first_reads(graph, uploads)
+    read = first_reads(graph, uploads, fuses=fuses)
     begins = {segment: first_compute(graph, segment) for segment in graph.segments()}
     earliest = dict(zip(list(begins)[1:], begins.values(), strict=False))
     anchors: list[fx.Node | None] = []
@@ -152,8 +156,9 @@ def land_values(downloads: list[TransferNodes], timeline: Timeline) -> None:
     until then."""
     free_us = 0.0
     for copy in downloads:
-        made_us = max(map(timeline.end_us, copy.tensors))
-        free_us = max(free_us, made_us) + SLACK * timeline.copy_us(copy.record)
+        free_us = max(free_us, timeline.begin_us(copy.launch)) + SLACK * timeline.copy_us(
+            copy.record
+        )
         end = min(user for part in copy.parts for user in part.users)
         there = timeline.next_at(free_us)
         if there is not None and copy.launch < there:
@@ -179,12 +184,12 @@ class JoinCopies(Pass):
         downloads = graph.transfers(name=Lane.D2H.value)
         for join in list(graph.nodes(role=Role.JOIN)):
             graph.output.prepend(join)
-        join_late(graph, uploads)
+        join_late(graph, uploads, fuses=ctx.fuses)
         late = [copy for copy in uploads if copy.stamp.made_by != "offload_states"]
         values = [copy for copy in downloads if not copy.of_parameters]
         if late:
             timeline = Timeline(graph, ctx.costs, ctx.throttle, fuses=ctx.fuses)
-            launch_late(graph, late, timeline)
+            launch_late(graph, late, timeline, fuses=ctx.fuses)
             if self.in_flight is not None:
                 bound_uploads([copy for copy in late if copy.of_parameters], self.in_flight)
             land_values(values, timeline)

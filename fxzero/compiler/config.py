@@ -54,6 +54,7 @@ PRESETS: dict[MemoryPreset, dict[str, dict[str, Any]]] = {
         "offload_params": {"share": 1.0, "in_flight": 1},
         "recompute": {"policy": Policy.FULL},
         "bucket": {"min_bytes": 0},
+        "prefetch": {"keep": False},
     },
 }
 """What a name stands for: settings of passes that have their defaults."""
@@ -93,10 +94,10 @@ class Config:
     ``512MiB``, a number of bytes, ``80%`` of the device, ``auto`` (what the device has for this
     rank, less a tenth), or ``none``. As much is repeated in backward as it takes, and no more."""
     memory: MemoryPreset = MemoryPreset.NONE
-    """Where things are held: a name that fills in the settings of passes, each of which may still
-    be given: ``states_host`` is ``offload_states.share=1``, ``all_host`` that and
+    """Where things are held: a name that fills in settings of passes that have their defaults; what
+    is given otherwise stays. ``states_host`` is ``offload_states.share=1``, ``all_host`` that and
     ``offload_params.share=1``, and ``l2l`` these with ``offload_params.in_flight=1``,
-    ``recompute.policy=full`` and ``bucket.min_bytes=0``."""
+    ``recompute.policy=full``, ``bucket.min_bytes=0`` and ``prefetch.keep=False``."""
     throttle: Throttle = field(default_factory=Throttle)
     plan: str = ""
     """A file of decisions to replay to the letter instead of deciding: see
@@ -138,7 +139,8 @@ class Config:
 
     @property
     def filled(self) -> Config:
-        """The same with what `memory` says filled in where nobody has said otherwise."""
+        """The same with what `memory` says in the place of defaults. Hydra gives those like any
+        other value, so that nobody can tell who has asked for one."""
         changed: dict[str, Any] = {}
         for name, settings in PRESETS[self.memory].items():
             mine, default = getattr(self, name), getattr(_DEFAULTS, name)
