@@ -36,18 +36,16 @@ SLACK = 1.5
 """How much of its time a copy is given: costs are estimates."""
 
 
-def join_late(graph: StepGraph, uploads: list[TransferNodes], *, fuses: bool) -> None:
+def join_late(graph: StepGraph, uploads: list[TransferNodes]) -> None:
     """Wait for copies where they are first read; no run of compute is taken apart."""
-    for copy, first in first_reads(graph, uploads, fuses=fuses).items():
+    for copy, first in first_reads(graph, uploads).items():
         for node in (copy.wait, *copy.parts):
             first.prepend(node)
 
 
-def first_reads(
-    graph: StepGraph, uploads: list[TransferNodes], *, fuses: bool
-) -> dict[TransferNodes, fx.Node]:
-    """By copy, the first node that reads it; of a run that will be compiled, the run's first."""
-    begin = {node: run[0] for run in runs(graph.nodes()) for node in run} if fuses else {}
+def first_reads(graph: StepGraph, uploads: list[TransferNodes]) -> dict[TransferNodes, fx.Node]:
+    """By copy, the first node of the first run of compute that reads it."""
+    begin = {node: run[0] for run in runs(graph.nodes()) for node in run}
     return {
         copy: min(begin.get(user, user) for part in copy.parts for user in part.users)
         for copy in uploads
@@ -70,16 +68,14 @@ def drop_unread(graph: StepGraph, uploads: list[TransferNodes]) -> list[Transfer
     return found
 
 
-def launch_late(
-    graph: StepGraph, uploads: list[TransferNodes], timeline: Timeline, *, fuses: bool
-) -> None:
+def launch_late(graph: StepGraph, uploads: list[TransferNodes], timeline: Timeline) -> None:
     """Let copies begin as late as they can and still be there when they are read, one behind the
     other on their lane: no more of the device's memory waits to be read.
 
     None begins before the phase before its own, so that a micro-step may stand for others.
     """
     ordered = sorted(uploads, key=lambda copy: copy.wait)
-    read = first_reads(graph, uploads, fuses=fuses)
+    read = first_reads(graph, uploads)
     begins = {segment: first_compute(graph, segment) for segment in graph.segments()}
     earliest = dict(zip(list(begins)[1:], begins.values(), strict=False))
     anchors: list[fx.Node | None] = []
@@ -184,12 +180,12 @@ class JoinCopies(Pass):
         downloads = graph.transfers(name=Lane.D2H.value)
         for join in list(graph.nodes(role=Role.JOIN)):
             graph.output.prepend(join)
-        join_late(graph, uploads, fuses=ctx.fuses)
+        join_late(graph, uploads)
         late = [copy for copy in uploads if copy.stamp.made_by != "offload_states"]
         values = [copy for copy in downloads if not copy.of_parameters]
         if late:
             timeline = Timeline(graph, ctx.costs, ctx.throttle, fuses=ctx.fuses)
-            launch_late(graph, late, timeline, fuses=ctx.fuses)
+            launch_late(graph, late, timeline)
             if self.in_flight is not None:
                 bound_uploads([copy for copy in late if copy.of_parameters], self.in_flight)
             land_values(values, timeline)

@@ -193,7 +193,7 @@ def move(graph: StepGraph, saved: Saved, staging: fx.Node, offset: int, ctx: Con
         launch = emit_copy(
             graph,
             copies.download,
-            ([node], [node], staging, [offset], rate),
+            ([node], [node], staging, [offset], [value.dtype], rate),
             record_of(node, Lane.D2H, rate),
             down,
             f"download_{node.name}",
@@ -213,7 +213,7 @@ def move(graph: StepGraph, saved: Saved, staging: fx.Node, offset: int, ctx: Con
         launch = emit_copy(
             graph,
             copies.upload,
-            ([part], value.dtype, rate),
+            ([part], None, rate),
             record_of(node, Lane.H2D, rate),
             up,
             f"upload_{node.name}",

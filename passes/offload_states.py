@@ -239,7 +239,7 @@ def download(
         launch = emit_copy(
             graph,
             copies.download,
-            (grads, params, staging, offsets, bytes_per_s),
+            (grads, params, staging, offsets, [value.dtype for value in values], bytes_per_s),
             record,
             stamp,
             f"download_{_place(update)}",

@@ -71,7 +71,7 @@ def _wrong_record(copy: TransferNodes) -> Iterator[Finding]:
     pools = (Pool.HOST, Pool.DEVICE) if goes_up else (Pool.DEVICE, Pool.HOST)
     values = copy.launch.meta["val"]
     moved = sum(value.numel() * value.element_size() for value in values)
-    dtype = copy.launch.args[1] if goes_up else record.dtype
+    dtype = (copy.launch.args[1] if goes_up else None) or record.dtype
     resource = PCIE_UP if goes_up else PCIE_DOWN
     does: tuple[object, ...] = (len(sent), moved, *pools, copy.launch.args[-1], dtype, resource)
     said: tuple[object, ...] = (record.num_tensors, record.full_bytes)
@@ -220,7 +220,7 @@ def _shared_places(graph: StepGraph, copies: list[TransferNodes]) -> Iterator[Fi
     """Places in the staging area, each of which is read until a node of the step."""
     taken: list[tuple[int, int, fx.Node, fx.Node]] = []
     for copy in copies:
-        _, _, staging, offsets, _ = copy.launch.args
+        staging, offsets = copy.launch.args[2:4]
         assert isinstance(staging, fx.Node)
         assert isinstance(offsets, (list, tuple))
         until = _last_reader(graph, copy)

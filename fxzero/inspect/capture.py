@@ -42,7 +42,7 @@ class Capture:
     def plan(self, settings: Config) -> Plan:
         """What was decided for its graphs, to be written and replayed."""
         contexts = [compilation.context for compilation in self.compilations]
-        return Plan.of([(c.decisions, c.costs.name) for c in contexts], settings)
+        return Plan.of([(c.decisions, c.costs.name) for c in contexts], settings.filled)
 
 
 @contextlib.contextmanager

@@ -39,8 +39,8 @@ class Copy:
         self.sources.clear()
 
 
-def upload(tensors: list[Tensor], dtype: torch.dtype, bytes_per_s: float) -> Copy:
-    """Start copying tensors of the host to the device, as another dtype if it is another."""
+def upload(tensors: list[Tensor], dtype: torch.dtype | None, bytes_per_s: float) -> Copy:
+    """Start copying tensors of the host to the device, as another dtype if one is given."""
     made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     return _started(Lane.H2D, made, tensors, bytes_per_s)
 
@@ -56,6 +56,7 @@ def download(
     like: list[Tensor],
     staging: Tensor,
     offsets: list[int],
+    dtypes: list[torch.dtype],
     bytes_per_s: float,
 ) -> Copy:
     """Start copying tensors of the device into the arena.
@@ -64,10 +65,14 @@ def download(
         like: tensors whose strides they get.
         staging: the part of the arena that copies may fill: (bytes,).
         offsets: where in it each tensor begins.
+        dtypes: what they are by their fake kernels, for which there is room. Statistics of norms
+            of bf16 on CPU are float32 all the same: such a tensor gets memory of its own.
     """
     places = [
         replace(Layout.of(other), dtype=tensor.dtype).at(staging, offset)
-        for tensor, other, offset in zip(tensors, like, offsets, strict=True)
+        if tensor.dtype is dtype
+        else torch.empty_like(other, dtype=tensor.dtype)
+        for tensor, other, offset, dtype in zip(tensors, like, offsets, dtypes, strict=True)
     ]
     return _started(Lane.D2H, places, tensors, bytes_per_s)
 

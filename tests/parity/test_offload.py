@@ -339,3 +339,33 @@ def test_the_peak_is_the_simulated_one(ranks: Pools, memory: str) -> None:
     options = {**EAGER, **values, "memory": memory, "gather_ahead": {"enabled": False}}
     for simulated, measured in ranks(2).run(simulated_and_measured, 3, options):
         assert simulated == pytest.approx(measured, rel=0.05)
+
+
+class Norms(nn.Module):
+    """Statistics that are float32 on CPU, whatever their fake kernels say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 3, 8, 8) to (B, 4)."""
+        return self.out(self.norm(self.conv(x)).relu().mean((2, 3)))
+
+
+def test_saved_values_of_another_dtype_than_was_thought() -> None:
+    """In low precision such a value goes down and comes back as what it is."""
+    found = []
+    for more in ({}, VALUES):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Norms()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = fxzero.compile_step(
+            model, optimizer, nn.functional.mse_loss, precision="bf16", options={**EAGER, **more}
+        )
+        losses = [step(torch.ones(4, 3, 8, 8) * n, torch.ones(4, 4)).loss for n in range(3)]
+        found.append([*map(local, (*losses, *model.parameters(), *model.buffers()))])
+    assert all(map(torch.equal, *found))
