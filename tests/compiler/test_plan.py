@@ -223,6 +223,17 @@ def test_a_setting_beside_a_plan_is_said_to_have_no_effect(tmp_path: Path) -> No
         captured({**SMALL, "plan": str(path), "prefetch": {"distance": 3}})
 
 
+@pytest.mark.parametrize("memory", ["states_host", "all_host", "l2l"])
+def test_a_plan_with_something_on_the_host_replays(tmp_path: Path, memory: str) -> None:
+    """What the name of a preset fills in is no news either."""
+    path = tmp_path / "plan.json"
+    options = {**SMALL, "memory": memory, "offload_activations": {"share": 1.0, "min_bytes": 1}}
+    first = captured(options, step=True)
+    written(path, first, options)
+    again = captured({**options, "plan": str(path), "strict": True}, step=True)
+    assert text(again) == text(first)
+
+
 def test_it_says_by_what_it_was_decided(tmp_path: Path) -> None:
     """The numbers that decided, the costs and the settings."""
     options = {**SMALL, "cost": {"cluster": "dgx_h100"}}
