@@ -100,6 +100,16 @@ def at_least(where: str, value: float | None, least: int) -> None:
         raise ConfigError(f"{where}={value} must {must}")
 
 
+def a_share(where: str, value: float | None) -> None:
+    """See that a number is a part of a whole; None is.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if value is not None and not 0 <= value <= 1:
+        raise ConfigError(f"{where}={value} must be between 0 and 1")
+
+
 _fields: dict[type[Any], dict[str, Any]] = {}
 
 

@@ -27,7 +27,7 @@ from fxzero._compat import copy_node
 from fxzero.errors import ConfigError
 from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
-from fxzero.graph.launch import emit_copy, emit_part
+from fxzero.graph.launch import emit_copy
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Door, Fact, Notes
@@ -38,7 +38,7 @@ from fxzero.runtime import copies
 from fxzero.runtime.arena import aligned
 from fxzero.schedule.copy_times import Timeline
 from fxzero.schedule.storage import Kind, storages_of
-from fxzero.settings import at_least
+from fxzero.settings import a_share, at_least
 from fxzero.transfer import PCIE_DOWN, PCIE_UP, Pool, Transfer, TransferKind
 
 
@@ -190,43 +190,28 @@ def move(graph: StepGraph, saved: Saved, staging: fx.Node, offset: int, ctx: Con
     down = stamp.but(lane=Lane.D2H, bucket=f"download.{node.name}", pool=Pool.HOST)
     rate = ctx.throttle.bytes_per_s(Lane.D2H)
     with graph.graph.inserting_before(saved.last_read.next), graph.made_for(node):
-        launch = emit_copy(
+        (part,) = emit_copy(
             graph,
-            copies.download,
-            ([node], [node], staging, [offset], [value.dtype], rate),
+            (copies.download, ([node], [node], staging, [offset], [value.dtype], rate)),
+            copies.join_download,
             record_of(node, Lane.D2H, rate),
             down,
             f"download_{node.name}",
             [value],
         )
-        landed = graph.call(
-            copies.join_download,
-            (launch,),
-            stamp=down.but(role=Role.WAIT),
-            name=f"{launch.name}_done",
-            value=[value],
-        )
-        part = emit_part(graph, landed, 0, down)
     up = stamp.but(lane=Lane.H2D, bucket=f"upload.{node.name}", phase=Phase.BACKWARD)
     rate = ctx.throttle.bytes_per_s(Lane.H2D)
     with graph.graph.inserting_before(saved.first_read), graph.made_for(node):
-        launch = emit_copy(
+        (back,) = emit_copy(
             graph,
-            copies.upload,
-            ([part], None, rate),
+            (copies.upload, ([part], None, rate)),
+            copies.join_upload,
             record_of(node, Lane.H2D, rate),
             up,
             f"upload_{node.name}",
             [value],
         )
-        joined = graph.call(
-            copies.join_upload,
-            (launch,),
-            stamp=up.but(role=Role.WAIT),
-            name=f"{launch.name}_done",
-            value=[value],
-        )
-        again = {node: emit_part(graph, joined, 0, up)}
+    again = {node: back}
     for reader, view in saved.readers:
         with graph.graph.inserting_before(reader):
             reader.replace_input_with(view, _seen_again(graph, view, again))
@@ -279,8 +264,7 @@ class OffloadActivations(DecidingPass[Moved]):
         """A part is between nothing and all of it."""
         super().__post_init__()
         at_least("offload_activations.min_bytes", self.min_bytes, 1)
-        if not 0 <= self.share <= 1:
-            raise ConfigError(f"offload_activations.share={self.share} must be between 0 and 1")
+        a_share("offload_activations.share", self.share)
 
     def decide(self, graph: StepGraph, ctx: Context) -> Moved:
         """Choose for the first micro-step, and alike for the others."""

@@ -24,7 +24,7 @@ from fxzero.graph.step_graph import TransferNodes
 from fxzero.passes.base import Context, Door, Fact, Notes
 from fxzero.passes.decision import DecidingPass, Decision
 from fxzero.passes.offload_states import emit_upload
-from fxzero.settings import at_least
+from fxzero.settings import a_share, at_least
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Brought(Decision):
     """Buckets of parameters that are copied to it together."""
 
 
-def split(graph: StepGraph, copy: TransferNodes) -> int:
+def copy_by_segment(graph: StepGraph, copy: TransferNodes) -> int:
     """Make one copy for each phase of each micro-step that reads it; return how many."""
     by_segment: dict[Segment, dict[fx.Node, list[fx.Node]]] = {}
     for param, part in zip(copy.tensors, copy.parts, strict=True):
@@ -82,8 +82,7 @@ class OffloadParams(DecidingPass[Brought]):
         """A part is between nothing and all of it."""
         super().__post_init__()
         at_least("offload_params.in_flight", self.in_flight, 1)
-        if self.share is not None and not 0 <= self.share <= 1:
-            raise ConfigError(f"offload_params.share={self.share} must be between 0 and 1")
+        a_share("offload_params.share", self.share)
 
     def decide(self, graph: StepGraph, ctx: Context) -> Brought:
         """Take those that are read first: what is read last would soon be brought again."""
@@ -113,5 +112,5 @@ class OffloadParams(DecidingPass[Brought]):
                 f"{', '.join(known) or 'none'}. Where offload_states was changed, drop "
                 "offload_params: it is then decided anew."
             )
-        copies = [split(graph, known[name]) for name in decision.uploads]
+        copies = [copy_by_segment(graph, known[name]) for name in decision.uploads]
         return Notes(params=len(copies), copies=sum(copies))

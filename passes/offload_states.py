@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from fxzero.errors import ConfigError
 from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
-from fxzero.graph.launch import emit_copy, emit_part
+from fxzero.graph.launch import emit_copy
 from fxzero.graph.operators import is_cast_or_copy, num_bytes
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Door, Fact, Notes, Room
@@ -37,6 +37,7 @@ from fxzero.runtime import copies, updates
 from fxzero.runtime.ahead import Take
 from fxzero.runtime.arena import aligned
 from fxzero.runtime.residents import Resident, resident_of
+from fxzero.settings import a_share
 from fxzero.transfer import PCIE_DOWN, PCIE_UP, Pool, Transfer, TransferKind
 
 
@@ -84,7 +85,7 @@ def readers_of(param: fx.Node) -> list[fx.Node]:
     return [user for user in param.users if stamp_of(user).role is not Role.UPDATE]
 
 
-def upload(
+def read_copies(
     graph: StepGraph,
     update: fx.Node,
     bytes_per_s: float,
@@ -155,23 +156,15 @@ def emit_upload(
     record = replace(like, full_bytes=num_elements * dtype.itemsize, num_tensors=len(params))
     keys = [key for param in params for key in stamp_of(param).params]
     stamp = stamp.but(params=tuple(keys), pool=Pool.DEVICE, transfer=None)
-    launch = emit_copy(
+    return emit_copy(
         graph,
-        copies.upload if resident is None else Take(resident),
-        (params, dtype, like.bytes_per_s),
+        (copies.upload if resident is None else Take(resident), (params, dtype, like.bytes_per_s)),
+        copies.join_upload,
         record,
         stamp,
         name,
         [graph.value_of(torch.empty_like, (param,), {"dtype": dtype}) for param in params],
     )
-    joined = graph.call(
-        copies.join_upload,
-        (launch,),
-        stamp=stamp.but(role=Role.WAIT),
-        name=f"{launch.name}_done",
-        value=launch.meta["val"],
-    )
-    return [emit_part(graph, joined, i, stamp.but(params=(key,))) for i, key in enumerate(keys)]
 
 
 def first_call(graph: StepGraph) -> fx.Node:
@@ -209,7 +202,7 @@ def _only_casts(node: fx.Node, fuses: bool) -> bool:
     return (value.device, value.stride()) == (source.device, source.stride())
 
 
-def download(
+def update_on_host(
     graph: StepGraph, update: fx.Node, staging: fx.Node, offset: int, bytes_per_s: float
 ) -> int:
     """Run an update on the host; return where in the staging area the next gradients may be."""
@@ -235,28 +228,18 @@ def download(
         made_by="offload_states",
     )
     values = [grad.meta["val"] for grad in grads]
+    dtypes = [value.dtype for value in values]
     with graph.graph.inserting_before(update), graph.made_for(update):
-        launch = emit_copy(
+        parts = emit_copy(
             graph,
-            copies.download,
-            (grads, params, staging, offsets, [value.dtype for value in values], bytes_per_s),
+            (copies.download, (grads, params, staging, offsets, dtypes, bytes_per_s)),
+            copies.arrived,
             record,
             stamp,
             f"download_{_place(update)}",
             values,
+            joined_on=Lane.HOST,
         )
-        stamp = stamp.but(lane=Lane.HOST)
-        arrived = graph.call(
-            copies.arrived,
-            (launch,),
-            stamp=stamp.but(role=Role.WAIT),
-            name=f"{launch.name}_arrived",
-            value=values,
-        )
-        parts = [
-            emit_part(graph, arrived, i, stamp.but(params=(key,)))
-            for i, key in enumerate(stamp.params)
-        ]
     update.update_arg(1, parts)
     update.target = copies.HostUpdate(update.target)  # type: ignore[arg-type]
     set_stamp(update, stamp_of(update).but(lane=Lane.HOST))
@@ -285,7 +268,7 @@ def staging_area(graph: StepGraph, more_bytes: int) -> tuple[fx.Node, int]:
     return staging, begin
 
 
-def join(graph: StepGraph, found: list[fx.Node]) -> None:
+def end_with_updates(graph: StepGraph, found: list[fx.Node]) -> None:
     """Let the step end with its updates."""
     stamp = Stamp(Phase.OPTIMIZER, role=Role.JOIN, made_by="offload_states")
     with graph.graph.inserting_before(graph.output):
@@ -313,8 +296,7 @@ class OffloadStates(DecidingPass[Offloaded]):
     def __post_init__(self) -> None:
         """A part is between nothing and all of it."""
         super().__post_init__()
-        if self.share is not None and not 0 <= self.share <= 1:
-            raise ConfigError(f"offload_states.share={self.share} must be between 0 and 1")
+        a_share("offload_states.share", self.share)
 
     def decide(self, graph: StepGraph, ctx: Context) -> Offloaded:
         """Take the buckets whose gradients come first.
@@ -402,12 +384,14 @@ class OffloadStates(DecidingPass[Offloaded]):
 
         for update in sorted(chosen, key=first_read):
             rate = ctx.throttle.bytes_per_s(Lane.H2D)
-            upload(graph, update, rate, optimizer, fuses=ctx.fuses)
+            read_copies(graph, update, rate, optimizer, fuses=ctx.fuses)
         staging_bytes = sum(aligned(num_bytes(g)) for u in chosen for g in grads_of(u))
         staging, offset = staging_area(graph, staging_bytes)
         for update in chosen:
-            offset = download(graph, update, staging, offset, ctx.throttle.bytes_per_s(Lane.D2H))
-        join(graph, chosen)
+            offset = update_on_host(
+                graph, update, staging, offset, ctx.throttle.bytes_per_s(Lane.D2H)
+            )
+        end_with_updates(graph, chosen)
         up = [t.record.full_bytes for t in graph.transfers(name=Lane.H2D.value)]
         down = [t.record.full_bytes for t in graph.transfers(name=Lane.D2H.value)]
         return Notes(

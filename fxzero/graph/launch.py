@@ -113,16 +113,36 @@ def emit_launch(
 
 def emit_copy(
     graph: StepGraph,
-    target: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    call: Call,
+    join: Callable[..., Any],
     record: Transfer,
     stamp: Stamp,
     name: str,
-    value: list[Any],
-) -> fx.Node:
-    """Emit the launch of a copy between pools: of `fxzero.runtime.copies`, on its own lane."""
-    stamp = stamp.but(role=Role.LAUNCH, transfer=record)
-    return graph.call(target, arguments, stamp=stamp, name=name, value=value)
+    values: list[Any],
+    *,
+    joined_on: Lane | None = None,
+) -> list[fx.Node]:
+    """Emit a whole copy between pools, joined at once; return what it brings.
+
+    Args:
+        call: what starts it, of `fxzero.runtime.copies`.
+        join: what waits for it there.
+        stamp: for all of its nodes, with its lane; it names a parameter for each tensor, or none.
+        joined_on: the lane that waits, if that is not compute.
+    """
+    launch = graph.call(
+        *call, stamp=stamp.but(role=Role.LAUNCH, transfer=record), name=name, value=values
+    )
+    stamp = stamp.but(lane=joined_on or stamp.lane)
+    joined = graph.call(
+        join,
+        (launch,),
+        stamp=stamp.but(role=Role.WAIT),
+        name=f"{launch.name}_{'arrived' if joined_on else 'done'}",
+        value=values,
+    )
+    keys: list[tuple[str, ...]] = [(key,) for key in stamp.params] or [()] * len(values)
+    return [emit_part(graph, joined, i, stamp.but(params=key)) for i, key in enumerate(keys)]
 
 
 def emit_wait(graph: StepGraph, launch: fx.Node, stamp: Stamp) -> fx.Node:

@@ -31,9 +31,9 @@ FAULTS = (
     ),
     Fault(
         "what was copied is taken for another parameter",
-        "passes/offload_states.py",
-        "stamp.but(params=(key,))) for i, key in enumerate(keys)]",
-        "stamp.but(params=(key,))) for i, key in enumerate(keys[::-1])]",
+        "fxzero/graph/launch.py",
+        "stamp.but(params=key)) for i, key in enumerate(keys)]",
+        "stamp.but(params=key)) for i, key in enumerate(keys[::-1])]",
         "verify: step with state on the host",
         "is taken for",
     ),
