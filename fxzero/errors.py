@@ -11,6 +11,7 @@
     ├── NonFiniteGradientError (ArithmeticError)  gradients at which a step must stop
     ├── RanksDisagreeError  (RuntimeError)  ranks whose collectives do not belong together
     ├── RankLostError       (RuntimeError)  a rank that is gone, or stopped
+    ├── DiskError           (OSError)       bytes that disk cannot hold, or no longer has
     └── VerificationError   (RuntimeError)  a graph that breaks a rule which must always hold
 
     FxZeroWarning           (UserWarning)   a setting that cannot take effect
@@ -66,6 +67,10 @@ class PassError(FxZeroError, RuntimeError):
 
 class ContractError(PassError):
     """A pipeline whose order breaks what one of its passes requires."""
+
+
+class DiskError(FxZeroError, OSError):
+    """Bytes that cannot be held on disk, or that are not what was written there."""
 
 
 class VerificationError(FxZeroError, RuntimeError):

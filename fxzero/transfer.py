@@ -21,6 +21,10 @@ PCIE_UP = "pcie_up"
 """The resource of copies to the device."""
 PCIE_DOWN = "pcie_down"
 """The resource of copies from the device."""
+DISK_READ = "disk_read"
+"""The resource of what is read from disk."""
+DISK_WRITE = "disk_write"
+"""The resource of what is written there."""
 
 
 class TransferKind(StrEnum):
@@ -40,6 +44,7 @@ class Pool(StrEnum):
 
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"
 
 
 @dataclass(frozen=True)

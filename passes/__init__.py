@@ -15,6 +15,7 @@ from fxzero.passes.lower_kernels import LowerKernels
 from fxzero.passes.lower_regions import LowerRegions
 from fxzero.passes.lower_transfers import LowerTransfers
 from fxzero.passes.offload_activations import OffloadActivations
+from fxzero.passes.offload_disk import OffloadDisk
 from fxzero.passes.offload_params import OffloadParams
 from fxzero.passes.offload_states import OffloadStates
 from fxzero.passes.outline import Outline
@@ -42,6 +43,7 @@ __all__ = [
     "LowerTransfers",
     "Notes",
     "OffloadActivations",
+    "OffloadDisk",
     "OffloadParams",
     "OffloadStates",
     "Outline",

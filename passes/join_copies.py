@@ -3,32 +3,38 @@
     up_0; join(up_0); up_1; join(up_1); A; B     →  up_0; up_1; join(up_0); A; join(up_1); B
     …; down_0; C; down_1; D; down_2              →  …; down_0; C; down_1; D; landed(down_0); down_2
     …; u_1; E                                       …; u_1; ahead(up_1); E
+    …; stored_u; F                                  …; s = read; u(s); d = write(s); F; written(d)
 
 A copy to the device is waited for where the first run of compute reads it, and where each use has
 its own it starts as late as it can. A gradient is held until its copy has landed on the host: two
 may be on their way, so that a slow link holds back backward, and not more memory than was
 simulated. A saved value is held until its copy should have landed, by its cost. Updates on the host
 are waited for at the end of the step; what they leave is copied to the device behind each, and the
-next step waits.
+next step waits. Around an update of what is on disk stands what reads and what writes it, in a row.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import ClassVar
 
 from torch import fx
 
+from fxzero.cost.throttle import Throttle
 from fxzero.graph import Lane, Phase, Role, Segment, StepGraph
 from fxzero.graph.aliases import readers
+from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.passes.base import Context, Door, Fact, Notes, Pass
+from fxzero.passes.gradient_places import share_places, waits_for_norm
 from fxzero.regions.cutout import end_of_run, runs
 from fxzero.runtime import copies
 from fxzero.runtime.ahead import Launch, Take
+from fxzero.runtime.disk_streams import ReadStates, StoredUpdate, taken, write_states, written
 from fxzero.schedule.copy_times import Timeline
+from fxzero.transfer import DISK_READ, DISK_WRITE, Pool, Transfer, TransferKind
 
 IN_FLIGHT = 2
 """Copies of gradients at a time."""
@@ -163,6 +169,66 @@ def land_values(downloads: list[TransferNodes], timeline: Timeline) -> None:
             end.prepend(node)
 
 
+def stream_states(graph: StepGraph, update: fx.Node, throttle: Throttle) -> None:
+    """Let an update read what it changes from disk, and write it back.
+
+    Nothing stands between the three: see `fxzero.runtime.disk_streams`.
+    """
+    target = update.target
+    assert isinstance(target, StoredUpdate)
+    params, grads, state, *others = update.args
+    large = [*params, *(node for part in state[: len(target.bucket.names)] for node in part)]  # type: ignore[union-attr,index]
+    buffers = next(
+        node
+        for node in graph.graph.find_nodes(op="placeholder")
+        if (node.meta.get("fxzero_source") or ("",))[0] == "disk_buffers"
+    )
+    place = update.name.removeprefix("update_")
+    stamp = stamp_of(update).but(params=(), made_by="join_copies")
+    moved = Transfer(
+        TransferKind.COPY,
+        full_bytes=sum(map(num_bytes, large)),
+        num_tensors=len(large),
+        dtype=large[0].meta["val"].dtype,
+    )
+    read, write = (throttle.bytes_per_s(lane) for lane in (Lane.READ, Lane.WRITE))
+    reads = replace(moved, resource=DISK_READ, source=Pool.DISK, target=Pool.HOST, bytes_per_s=read)
+    writes = replace(
+        moved, resource=DISK_WRITE, source=Pool.HOST, target=Pool.DISK, bytes_per_s=write
+    )
+    with graph.graph.inserting_before(update), graph.made_for(update):
+        states = graph.call(
+            ReadStates(target.bucket),
+            (params, state, buffers, read),
+            stamp=stamp.but(
+                lane=Lane.READ, role=Role.LAUNCH, transfer=reads, bucket=f"read.{place}"
+            ),
+            name=f"read_{place}",
+            value=(),
+        )
+        arrived = graph.call(
+            taken,
+            (states,),
+            stamp=stamp.but(lane=Lane.HOST, role=Role.WAIT, bucket=f"read.{place}"),
+            name=f"{states.name}_taken",
+            value=(),
+        )
+    update.args = (params, grads, state, *others, arrived)
+    stamp = stamp.but(lane=Lane.WRITE, bucket=f"write.{place}")
+    with graph.graph.inserting_after(update), graph.made_for(update):
+        done = graph.call(
+            write_states,
+            (arrived, update, buffers, write),
+            stamp=stamp.but(role=Role.LAUNCH, transfer=writes),
+            name=f"write_{place}",
+            value=(),
+        )
+    end = next(graph.nodes(role=Role.JOIN))
+    with graph.graph.inserting_before(end), graph.made_for(update):
+        stamp = stamp.but(role=Role.WAIT)
+        graph.call(written, (done,), stamp=stamp, name=f"{done.name}_done", value=())
+
+
 @dataclass(frozen=True)
 class JoinCopies(Pass):
     """Place what waits for copies between pools."""
@@ -176,7 +242,8 @@ class JoinCopies(Pass):
 
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
-        uploads = drop_unread(graph, graph.transfers(name=Lane.H2D.value))
+        to_device = [t for t in graph.transfers() if t.is_copy and t.record.target is Pool.DEVICE]
+        uploads = drop_unread(graph, to_device)
         downloads = graph.transfers(name=Lane.D2H.value)
         for join in list(graph.nodes(role=Role.JOIN)):
             graph.output.prepend(join)
@@ -193,4 +260,10 @@ class JoinCopies(Pass):
         for copy in ahead:
             upload_ahead(graph, copy)
         land_gradients(graph, [copy for copy in downloads if copy.of_parameters])
-        return Notes(uploads=len(uploads), ahead=len(ahead), downloads=len(downloads))
+        stored = [u for u in graph.nodes(role=Role.UPDATE) if isinstance(u.target, StoredUpdate)]
+        if stored and not any(map(waits_for_norm, stored)):
+            share_places(graph, stored)
+        for update in stored:
+            stream_states(graph, update, ctx.throttle)
+        on_disk = {"on_disk": len(stored)} if stored else {}
+        return Notes(uploads=len(uploads), ahead=len(ahead), downloads=len(downloads), **on_disk)

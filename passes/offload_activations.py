@@ -192,7 +192,7 @@ def move(graph: StepGraph, saved: Saved, staging: fx.Node, offset: int, ctx: Con
     with graph.graph.inserting_before(saved.last_read.next), graph.made_for(node):
         (part,) = emit_copy(
             graph,
-            (copies.download, ([node], [node], staging, [offset], [value.dtype], rate)),
+            (copies.download, ([node], [node], staging, [offset], [value.dtype], [], rate)),
             copies.join_download,
             record_of(node, Lane.D2H, rate),
             down,

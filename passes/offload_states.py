@@ -232,7 +232,7 @@ def update_on_host(
     with graph.graph.inserting_before(update), graph.made_for(update):
         parts = emit_copy(
             graph,
-            (copies.download, (grads, params, staging, offsets, dtypes, bytes_per_s)),
+            (copies.download, (grads, params, staging, offsets, dtypes, [], bytes_per_s)),
             copies.arrived,
             record,
             stamp,

@@ -18,6 +18,7 @@ _TREE = {
     "CaptureError": ("FxZeroError", "RuntimeError"),
     "RanksDisagreeError": ("FxZeroError", "RuntimeError"),
     "RankLostError": ("FxZeroError", "RuntimeError"),
+    "DiskError": ("FxZeroError", "OSError"),
     "PassError": ("FxZeroError", "RuntimeError"),
     "ContractError": ("PassError",),
     "VerificationError": ("FxZeroError", "RuntimeError"),

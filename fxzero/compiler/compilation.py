@@ -17,10 +17,12 @@ from fxzero.capture.folded import marked_parameters, reveal
 from fxzero.capture.unfold_layers import unfold
 from fxzero.compiler.config import Config
 from fxzero.compiler.fitting import Fitting
+from fxzero.compiler.memory_budget import NO_BUDGET
 from fxzero.compiler.pipelines import DECIDING, Pipelines
 from fxzero.compiler.plan import OtherGraphError, Plan
 from fxzero.compiler.run import PassRecord, run_passes
 from fxzero.cost.throttle import Throttle
+from fxzero.disk.scratch import DiskSettings
 from fxzero.errors import ConfigError, FxZeroWarning, VerificationError
 from fxzero.graph import StepGraph
 from fxzero.graph.aliases import root
@@ -83,6 +85,16 @@ class Compilation:
             self.context.warnings.append(
                 f"offload_params.in_flight={filled.offload_params.in_flight} has no effect: "
                 "offload_params.share is 0"
+            )
+        if filled.host_budget != NO_BUDGET and not filled.offload_states.share:
+            self.context.warnings.append(
+                f"host_budget={self.config.host_budget!r} has no effect: nothing is held on the "
+                "host. Choose what is by memory='states_host', say."
+            )
+        if self.config.disk != DiskSettings() and filled.host_budget == NO_BUDGET:
+            self.context.warnings.append(
+                f"{self.config.disk} has no effect: nothing is held on disk. Bound what the host "
+                "holds by host_budget, or use memory='infinity'."
             )
         for observe in observers:
             observe(self)

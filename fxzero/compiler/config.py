@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from fxzero.compiler.memory_budget import NO_BUDGET, MemoryBudget
+from fxzero.compiler.memory_budget import LEAST, NO_BUDGET, MemoryBudget
 from fxzero.cost.settings import CostSettings
 from fxzero.cost.throttle import Throttle
+from fxzero.disk.scratch import DiskSettings
 from fxzero.errors import ConfigError
 from fxzero.passes import (
     Bucket,
@@ -40,15 +41,22 @@ class MemoryPreset(StrEnum):
     """ZeRO-Offload: optimizer state and fp32 masters in the host's memory, updated there."""
     ALL_HOST = "all_host"
     """ZeRO-3 Offload: and parameters on the device only where they are gathered or used."""
+    INFINITY = "infinity"
+    """ZeRO-Infinity: the same, on disk: on the host is what is on its way."""
     L2L = "l2l"
     """One layer at a time (Pudipeddi et al. 2020): and every block is repeated in backward from its
     input, and two layers' parameters are on the device at most."""
 
 
-PRESETS: dict[MemoryPreset, dict[str, dict[str, Any]]] = {
+PRESETS: dict[MemoryPreset, dict[str, Any]] = {
     MemoryPreset.NONE: {},
     MemoryPreset.STATES_HOST: {"offload_states": {"share": 1.0}},
     MemoryPreset.ALL_HOST: {"offload_states": {"share": 1.0}, "offload_params": {"share": 1.0}},
+    MemoryPreset.INFINITY: {
+        "offload_states": {"share": 1.0},
+        "offload_params": {"share": 1.0},
+        "host_budget": Size(LEAST),
+    },
     MemoryPreset.L2L: {
         "offload_states": {"share": 1.0},
         "offload_params": {"share": 1.0, "in_flight": 1},
@@ -57,7 +65,7 @@ PRESETS: dict[MemoryPreset, dict[str, dict[str, Any]]] = {
         "prefetch": {"keep": False},
     },
 }
-"""What a name stands for: settings of passes that have their defaults."""
+"""What a name stands for: settings, and those of passes, that have their defaults."""
 
 
 def check_shares(config: Config) -> None:
@@ -96,8 +104,14 @@ class Config:
     memory: MemoryPreset = MemoryPreset.NONE
     """Where things are held: a name that fills in settings of passes that have their defaults; what
     is given otherwise stays. ``states_host`` is ``offload_states.share=1``, ``all_host`` that and
-    ``offload_params.share=1``, and ``l2l`` these with ``offload_params.in_flight=1``,
-    ``recompute.policy=full``, ``bucket.min_bytes=0`` and ``prefetch.keep=False``."""
+    ``offload_params.share=1``, ``infinity`` these and ``host_budget=least``, and ``l2l`` these with
+    ``offload_params.in_flight=1``, ``recompute.policy=full``, ``bucket.min_bytes=0`` and
+    ``prefetch.keep=False``, but for the disk."""
+    host_budget: Size = NO_BUDGET
+    """The most that a rank's step may hold in the host's memory of what `memory` moves there; the
+    rest goes to disk (`disk.paths`), the buckets whose gradients come first before others. A size
+    as for `memory_budget`, of the host; ``least`` for as little as can be; ``none`` for no disk."""
+    disk: DiskSettings = field(default_factory=DiskSettings)
     throttle: Throttle = field(default_factory=Throttle)
     plan: str = ""
     """A file of decisions to replay to the letter instead of deciding: see
@@ -116,6 +130,8 @@ class Config:
     def __post_init__(self) -> None:
         check_types(self, "options")
         MemoryBudget.parse(self.memory_budget)
+        if self.host_budget != LEAST:
+            MemoryBudget.parse(self.host_budget, "host_budget")
         if self.memory is MemoryPreset.NONE:
             check_shares(self)
         else:
@@ -144,6 +160,9 @@ class Config:
         changed: dict[str, Any] = {}
         for name, settings in PRESETS[self.memory].items():
             mine, default = getattr(self, name), getattr(_DEFAULTS, name)
+            if not isinstance(settings, dict):
+                changed[name] = settings if mine == default else mine
+                continue
             left = [key for key in settings if getattr(mine, key) == getattr(default, key)]
             changed[name] = replace(mine, **{key: settings[key] for key in left})
         return replace(self, memory=MemoryPreset.NONE, **changed)
@@ -156,6 +175,20 @@ class Config:
             if one.share:
                 return f"{one.name}.share={one.share:g}{preset}"
         return ""
+
+    @property
+    def holds_on_disk(self) -> bool:
+        """Whether something may be held on disk."""
+        filled = self.filled
+        return filled.host_budget != NO_BUDGET and bool(filled.offload_states.share)
+
+    @property
+    def host_budget_bytes(self) -> int | None:
+        """The bound on the host's memory; None if there is none, or as little as can be is
+        wanted."""
+        text = self.filled.host_budget
+        budget = None if text == LEAST else MemoryBudget.parse(text, "host_budget")
+        return None if budget is None else budget.bytes_of(self.cost.host_bytes)
 
     @property
     def fuses(self) -> bool:

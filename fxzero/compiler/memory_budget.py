@@ -14,6 +14,9 @@ from fxzero.schedule.simulate import Memory
 from fxzero.settings import UNITS, Size
 
 NO_BUDGET = Size("none")
+LEAST = "least"
+"""For the host: as little as can be."""
+_LEAST = "'least' for as little as can be, "
 MARGIN = 0.1
 """Of a device's memory, what ``auto`` leaves to allocators, libraries and code."""
 
@@ -30,7 +33,7 @@ class MemoryBudget:
     """Of what the device has."""
 
     @staticmethod
-    def parse(text: str) -> MemoryBudget | None:
+    def parse(text: str, setting: str = "memory_budget") -> MemoryBudget | None:
         """Read a setting; None if there is no bound.
 
         Raises:
@@ -48,9 +51,10 @@ class MemoryBudget:
                 return MemoryBudget(text, share=number / 100)
             if unit in UNITS and 1 <= number * UNITS[unit] < 1 << 62:
                 return MemoryBudget(text, num_bytes=int(number * UNITS[unit]))
+        of, least = ("host", _LEAST) if setting == "host_budget" else ("device", "")
         raise ConfigError(
-            f"memory_budget={text!r} is no size. Say how much a rank may take: '8GiB', '512MiB', "
-            "a number of bytes, '80%' of the device, 'auto', or 'none'."
+            f"{setting}={text!r} is no size. Say how much a rank may take: '8GiB', '512MiB', "
+            f"a number of bytes, '80%' of the {of}, 'auto', {least}or 'none'."
         )
 
     def bytes_of(self, device_bytes: Callable[[], int]) -> int:

@@ -28,6 +28,7 @@ from fxzero.passes import (
     LowerRegions,
     LowerTransfers,
     OffloadActivations,
+    OffloadDisk,
     OffloadParams,
     OffloadStates,
     Outline,
@@ -57,6 +58,7 @@ SCHEDULING: tuple[type[Pass], ...] = (
     Update,
     OffloadStates,
     OffloadParams,
+    OffloadDisk,
     OffloadActivations,
     Prefetch,
     JoinCopies,
@@ -121,6 +123,7 @@ def step_passes(
         Accumulate(micro_batches, unroll),
         ClipGrads(max_norm=max_norm, unscale=scaled, stop_unless_finite=stop),
         JoinCopies(config.offload_params.in_flight),
+        OffloadDisk(config.host_budget_bytes, config.host_budget, config.disk),
     ]
     if config.cuda_graph:  # it replays the same memory: nothing can be in flight between two steps
         own.append(replace(config.gather_ahead, enabled=False))
@@ -136,6 +139,8 @@ def _pipelines(config: Config, door: Door, own: Iterable[Pass] = ()) -> Pipeline
         unused.add(OffloadParams)
     if not config.offload_activations.share:
         unused.add(OffloadActivations)
+    if not config.holds_on_disk:
+        unused.add(OffloadDisk)
     if not config.offloads:
         unused.add(JoinCopies)
 

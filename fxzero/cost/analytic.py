@@ -246,12 +246,21 @@ class AnalyticCosts:
         return _update_bytes(update) / self.cluster.host.memory_bytes_per_s * 1e6
 
     def _copy_us(self, copy: Transfer) -> float:
-        """α–β of a rank's own way to the host."""
-        host = self.cluster.host
-        bytes_per_s = host.up_bytes_per_s if copy.target is Pool.DEVICE else host.down_bytes_per_s
+        """α–β of a rank's own way to the host, or to the disk. What goes all the way from the disk
+        to the device is on both ways at once, piece by piece: the slower one counts."""
+        host, disk = self.cluster.host, self.cluster.disk
+        latency_us, rates = 0.0, []
+        if Pool.DEVICE in (copy.source, copy.target):
+            latency_us += host.latency_us
+            is_up = copy.target is Pool.DEVICE
+            rates.append(host.up_bytes_per_s if is_up else host.down_bytes_per_s)
+        if Pool.DISK in (copy.source, copy.target):
+            latency_us += disk.latency_us
+            is_read = copy.source is Pool.DISK
+            rates.append(disk.read_bytes_per_s if is_read else disk.write_bytes_per_s)
         if copy.bytes_per_s:
-            bytes_per_s = min(bytes_per_s, copy.bytes_per_s)
-        return host.latency_us + copy.full_bytes / bytes_per_s * 1e6
+            rates.append(copy.bytes_per_s)
+        return latency_us + copy.full_bytes / min(rates) * 1e6
 
     def transfer(self, transfer: Transfer) -> TransferCost:
         """See `CostModel`. The ranks of a group fill nodes one after the other."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fxzero.cost.analytic import AnalyticCosts
 from fxzero.cost.cluster import ClusterSpec, guess_cluster, load_cluster
-from fxzero.cost.device_memory import device_bytes
+from fxzero.cost.device_memory import device_bytes, host_bytes
 from fxzero.cost.measured import MeasuredCosts
 from fxzero.cost.model import CostModel
 from fxzero.errors import ConfigError
@@ -76,6 +76,13 @@ class CostSettings:
         if self.cluster is not None or is_fake:
             return int(self._cluster(device_type).device.memory_bytes)
         return device_bytes(device_type)
+
+    def host_bytes(self) -> int:
+        """What the host has for this rank, likewise."""
+        is_fake = dist.is_initialized() and dist.get_backend() == "fake"
+        if self.cluster is not None or is_fake:
+            return int(self._cluster("cpu").host.memory_bytes)
+        return host_bytes()
 
     def _cluster(self, device_type: str) -> ClusterSpec:
         world_size = dist.get_world_size() if dist.is_initialized() else 1

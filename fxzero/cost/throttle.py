@@ -17,16 +17,20 @@ _RATE = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([a-z]*)/s", re.IGNOREC
 
 @dataclass(frozen=True)
 class Throttle:
-    """What copies between a device and its host's memory are held back to."""
+    """What copies between a device, its host's memory and the disk are held back to."""
 
     h2d: str = ""
     """To the device: ``1GB/s``, ``500MiB/s``. By default it is as fast as it goes."""
     d2h: str = ""
     """From the device."""
+    read: str = ""
+    """From disk."""
+    write: str = ""
+    """To disk."""
 
     def __post_init__(self) -> None:
         check_types(self, "throttle")
-        for lane in (Lane.H2D, Lane.D2H):
+        for lane in (Lane.H2D, Lane.D2H, Lane.READ, Lane.WRITE):
             self.bytes_per_s(lane)
 
     def bytes_per_s(self, lane: Lane) -> float:

@@ -20,7 +20,8 @@ from fxzero.graph.belongings import Finding
 from fxzero.graph.operators import num_bytes, writes_memory
 from fxzero.graph.stamps import BESIDE_COMPUTE, Lane, Role, stamp_of
 from fxzero.graph.step_graph import StepGraph, TransferNodes, sent_by
-from fxzero.transfer import PCIE_DOWN, PCIE_UP, Pool
+from fxzero.graph.streams import is_stream, wrong_streams
+from fxzero.transfer import DISK_READ, PCIE_DOWN, PCIE_UP, Pool
 
 ALIGNMENT = 64
 """Bytes: where places in the host's memory begin, for vector instructions and dtypes alike."""
@@ -32,6 +33,8 @@ def wrong_lanes(graph: StepGraph) -> Iterator[Finding]:
     down = [copy for copy in found if copy.stamp.lane is Lane.D2H]
     yield from _read_by_compute(graph)
     for copy in found:
+        if is_stream(copy):
+            continue
         yield from _wrong_record(copy)
         yield from _changed_meanwhile(copy)
         yield from _returned(graph, copy)
@@ -41,38 +44,51 @@ def wrong_lanes(graph: StepGraph) -> Iterator[Finding]:
         if stamp_of(update).lane is Lane.HOST:
             yield from _not_joined(update)
     yield from _shared_places(graph, down)
+    yield from wrong_streams(graph, [copy for copy in found if is_stream(copy)])
 
 
 def _read_by_compute(graph: StepGraph) -> Iterator[Finding]:
-    """Values in the host's memory are for copies and for the host's lane."""
+    """Values in the host's memory are for copies and for the host's lane, and those on disk for
+    the disk's."""
     for node in graph.graph.nodes:
-        if node.op == "output" or stamp_of(node).pool is not Pool.HOST:
+        pool = Pool.DEVICE if node.op == "output" else stamp_of(node).pool
+        if pool is Pool.DEVICE:
             continue
         for user in node.users:
             if user.op == "output" or stamp_of(user).lane not in _may_read(node):
+                where = "in the host's memory" if pool is Pool.HOST else "on disk"
                 yield Finding(
                     user,
-                    f"{user.name} reads {node.name}, which is in the host's memory and which "
-                    "nothing makes it wait for",
+                    f"{user.name} reads {node.name}, which is {where} and which nothing makes it "
+                    "wait for",
                     "Read a copy of it, behind its wait: fxzero.passes.offload_states.",
                 )
 
 
 def _may_read(node: fx.Node) -> frozenset[Lane]:
-    """The lanes that may read a value in the host's memory."""
+    """The lanes that may read a value in the host's memory, or on disk."""
+    if stamp_of(node).pool is Pool.DISK:
+        return frozenset({Lane.READ, Lane.HOST, Lane.D2H})  # a gradient is laid out like it
     only_by_host = node.op == "call_function" and stamp_of(node).lane is Lane.HOST
     return frozenset({Lane.HOST}) if only_by_host else BESIDE_COMPUTE
+
+
+_WAYS = {
+    Lane.H2D: ((Pool.HOST, Pool.DEVICE), PCIE_UP),
+    Lane.D2H: ((Pool.DEVICE, Pool.HOST), PCIE_DOWN),
+    Lane.READ: ((Pool.DISK, Pool.DEVICE), DISK_READ),
+}
+"""By lane, the pools between which a copy goes, and what it occupies."""
 
 
 def _wrong_record(copy: TransferNodes) -> Iterator[Finding]:
     """A record that says something else than what is copied."""
     record, sent = copy.record, copy.tensors
-    goes_up = copy.stamp.lane is Lane.H2D
-    pools = (Pool.HOST, Pool.DEVICE) if goes_up else (Pool.DEVICE, Pool.HOST)
+    goes_up = copy.stamp.lane is not Lane.D2H
+    pools, resource = _WAYS[copy.stamp.lane]
     values = copy.launch.meta["val"]
     moved = sum(value.numel() * value.element_size() for value in values)
     dtype = (copy.launch.args[1] if goes_up else None) or record.dtype
-    resource = PCIE_UP if goes_up else PCIE_DOWN
     does: tuple[object, ...] = (len(sent), moved, *pools, copy.launch.args[-1], dtype, resource)
     said: tuple[object, ...] = (record.num_tensors, record.full_bytes)
     said += (record.source, record.target, record.bytes_per_s, record.dtype, record.resource)
@@ -171,9 +187,10 @@ def _wrong_host(update: fx.Node) -> Iterator[Finding]:
     assert isinstance(params, (list, tuple))
     assert isinstance(grads, (list, tuple))
     assert isinstance(state, (list, tuple))
+    may = {Pool.HOST, Pool.DISK} if hasattr(update.target, "bucket") else {Pool.HOST}
     for node in (*params, *grads, *(node for part in state for node in part)):  # type: ignore[union-attr]
         assert isinstance(node, fx.Node)
-        if stamp_of(node).pool is not Pool.HOST:
+        if stamp_of(node).pool not in may:
             yield Finding(
                 update,
                 f"{update.name} runs on the host and takes {node.name}, which is on the device",
@@ -194,7 +211,9 @@ def _not_joined(update: fx.Node) -> Iterator[Finding]:
     """An update on the host is waited for once, before anything but its lane reads what it
     changes."""
     joins = [user for user in update.users if stamp_of(user).role is Role.JOIN]
-    behind = {user for user in update.users if stamp_of(user).lane is Lane.H2D}
+    behind = {
+        user for user in update.users if stamp_of(user).lane in (Lane.H2D, Lane.D2H, Lane.WRITE)
+    }
     if len(joins) != 1 or len(update.users) != 1 + len(behind):
         yield Finding(
             update,
@@ -240,6 +259,8 @@ def _shared_places(graph: StepGraph, copies: list[TransferNodes]) -> Iterator[Fi
         for start, _, second, later in taken[i + 1 :]:
             if start >= end:
                 break
+            if _waits_for_place(*sorted((first, second))):
+                continue
             if begin < end and first < later and second < until:
                 early, late = sorted((first, second))
                 yield Finding(
@@ -248,6 +269,15 @@ def _shared_places(graph: StepGraph, copies: list[TransferNodes]) -> Iterator[Fi
                     "still to be read",
                     "Give every value a place of its own until its last reader.",
                 )
+
+
+def _waits_for_place(early: fx.Node, late: fx.Node) -> bool:
+    """Whether a copy begins when all is done that reads what an earlier one has brought."""
+    behind = late.args[5]
+    assert isinstance(behind, (list, tuple))
+    (arrived,) = (user for user in early.users if stamp_of(user).role is Role.WAIT)
+    found = {user for part in arrived.users for user in part.users}
+    return bool(found) and found <= set(behind)
 
 
 def _last_reader(graph: StepGraph, copy: TransferNodes) -> fx.Node:

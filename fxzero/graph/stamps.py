@@ -43,9 +43,13 @@ class Lane(StrEnum):
     """Copies from the device to the host's memory."""
     HOST = "host"
     """What the host computes beside the device: updates of what is in its memory."""
+    READ = "read"
+    """What comes from the disk."""
+    WRITE = "write"
+    """What goes there."""
 
 
-BESIDE_COMPUTE = frozenset({Lane.H2D, Lane.D2H, Lane.HOST})
+BESIDE_COMPUTE = frozenset({Lane.H2D, Lane.D2H, Lane.HOST, Lane.READ, Lane.WRITE})
 """Lanes that no other rank has a part in, and that take no time of the device."""
 
 

@@ -79,7 +79,7 @@ class HostArena:
         self._tensors = {}
         for home, layout in self.homes.items():
             begin = offsets[home]
-            own = _whole(buffer[begin : begin + layout.num_bytes])
+            own = whole(buffer[begin : begin + layout.num_bytes])
             # Not a view: it would keep what it is a view of, which looks like another user.
             tensor = torch.empty(0, dtype=layout.dtype)
             self._tensors[home] = tensor.set_(own.untyped_storage(), 0, layout.shape, layout.stride)
@@ -112,7 +112,7 @@ class HostArena:
         return True
 
 
-def _whole(buffer: memoryview) -> Tensor:
+def whole(buffer: memoryview) -> Tensor:
     """Some bytes as a tensor that knows of no others: ``torch.save`` writes all that a tensor's
     storage has, and would write the arena for each of its tensors."""
     return (

@@ -57,6 +57,7 @@ def download(
     staging: Tensor,
     offsets: list[int],
     dtypes: list[torch.dtype],
+    behind: list[Future[Any]],
     bytes_per_s: float,
 ) -> Copy:
     """Start copying tensors of the device into the arena.
@@ -67,6 +68,7 @@ def download(
         offsets: where in it each tensor begins.
         dtypes: what they are by their fake kernels, for which there is room. Statistics of norms
             of bf16 on CPU are float32 all the same: such a tensor gets memory of its own.
+        behind: updates that read what is in these places now.
     """
     places = [
         replace(Layout.of(other), dtype=tensor.dtype).at(staging, offset)
@@ -74,7 +76,7 @@ def download(
         else torch.empty_like(other, dtype=tensor.dtype)
         for tensor, other, offset, dtype in zip(tensors, like, offsets, dtypes, strict=True)
     ]
-    return _started(Lane.D2H, places, tensors, bytes_per_s)
+    return _started(Lane.D2H, places, tensors, bytes_per_s, behind)
 
 
 def join_download(copy: Copy) -> list[Tensor]:
@@ -94,8 +96,16 @@ def landed(copy: Copy) -> None:
     copy.wait()
 
 
-def _started(lane: Lane, targets: list[Tensor], sources: list[Tensor], bytes_per_s: float) -> Copy:
+def _started(
+    lane: Lane,
+    targets: list[Tensor],
+    sources: list[Tensor],
+    bytes_per_s: float,
+    behind: Sequence[Future[Any]] = (),
+) -> Copy:
     def run() -> None:
+        for update in behind:
+            update.result()
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
 

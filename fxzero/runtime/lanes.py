@@ -1,8 +1,8 @@
 """Lanes beside compute, on CPU a thread each: what one is given it does in that order.
 
-    compute  ··A··B··C··            h2d, d2h   copies between a device and its host
-    d2h         aaa bbb             host       updates of what is in the host's memory
-    host            uuu vvv
+    compute  ··A··B··C··            h2d, d2h     copies between a device and its host
+    d2h         aaa bbb             host         updates of what is in the host's memory
+    host            uuu vvv         read, write  what comes from a disk, and goes there
 
 Whoever waits for work of another lane waits where it needs it: a lane for a lane by being given
 that wait as work (as a CUDA stream waits for an event), compute by `join`. Torch's kernels let go
@@ -113,10 +113,17 @@ def worker(lane: Lane) -> Worker:
     return found
 
 
+before_drain: list[Callable[[], None]] = []
+"""Called when a step has failed halfway, before lanes are waited for: ends what would wait for work
+that nobody will give them."""
+
+
 def drain() -> None:
     """Wait until no lane has anything to do: behind a step that failed halfway, and at the end of
     the process, whose threads end wherever they are. An interrupt does not end it."""
-    for lane in (Lane.D2H, Lane.HOST, Lane.H2D):  # each may wait for those before it
+    for end in before_drain:
+        end()
+    for lane in (Lane.D2H, Lane.READ, Lane.HOST, Lane.WRITE, Lane.H2D):
         if lane in _workers:
             _workers[lane].rest()
 

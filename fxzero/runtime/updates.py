@@ -10,7 +10,9 @@ that a learning rate or any other number in it may change from step to step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -45,10 +47,21 @@ def _adam(
     scale: Tensor | None,
     skip: Tensor | None,
 ) -> None:
+    grads = ready(grads, params, scale)
+    with counted(state[-1], skip):
+        _adam_slices(kernel, params, grads, state, group, skip)
+
+
+def _adam_slices(
+    kernel: Callable[..., None],
+    params: list[Tensor],
+    grads: list[Tensor],
+    state: Lists,
+    group: Group,
+    skip: Tensor | None,
+) -> None:
     exp_avgs, exp_avg_sqs, *largest, steps = state
     beta1, beta2 = group["betas"]
-    grads = _ready(grads, params, scale)
-    foreach_add_(steps, 1)
     kernel(
         params,
         grads,
@@ -66,7 +79,6 @@ def _adam(
         grad_scale=None,
         found_inf=skip,
     )
-    take_back(steps, skip)
 
 
 def adam(params: Any, grads: Any, state: Any, group: Group, scale: Any, skip: Any) -> None:
@@ -88,7 +100,12 @@ def sgd(
     skip: Tensor | None,
 ) -> None:
     """`torch.optim.SGD`, with state momentum_buffer unless momentum is 0."""
-    grads = _ready(grads, params, scale)
+    _sgd_slices(params, ready(grads, params, scale), state, group, skip)
+
+
+def _sgd_slices(
+    params: list[Tensor], grads: list[Tensor], state: Lists, group: Group, skip: Tensor | None
+) -> None:
     fused_sgd_(
         params,
         grads,
@@ -114,9 +131,15 @@ def adagrad(
     skip: Tensor | None,
 ) -> None:
     """`torch.optim.Adagrad`, with state sum, step."""
+    grads = ready(grads, params, scale)
+    with counted(state[-1], skip):
+        _adagrad_slices(params, grads, state, group, skip)
+
+
+def _adagrad_slices(
+    params: list[Tensor], grads: list[Tensor], state: Lists, group: Group, skip: Tensor | None
+) -> None:
     sums, steps = state
-    grads = _ready(grads, params, scale)
-    foreach_add_(steps, 1)
     fused_adagrad_(
         params,
         grads,
@@ -130,13 +153,21 @@ def adagrad(
         grad_scale=None,
         found_inf=skip,
     )
-    take_back(steps, skip)
 
 
 KERNELS = {function.__name__: function for function in (adam, adamw, sgd, adagrad)}
 
+ON_SLICES: dict[str, Callable[..., None]] = {
+    "adam": partial(_adam_slices, fused_adam_),
+    "adamw": partial(_adam_slices, fused_adamw_),
+    "sgd": _sgd_slices,
+    "adagrad": _adagrad_slices,
+}
+"""By kernel, what it does element by element: to slices of parameters, gradients (`ready`) and
+state, whose steps are `counted` around all of them."""
 
-def _ready(grads: list[Tensor], params: list[Tensor], scale: Tensor | None) -> list[Tensor]:
+
+def ready(grads: list[Tensor], params: list[Tensor], scale: Tensor | None) -> list[Tensor]:
     """Gradients with the strides of their parameters, rescaled.
 
     Fused kernels walk through both in the order of memory, and a graph knows of the strides that
@@ -154,6 +185,14 @@ def laid_out(grads: list[Tensor], params: list[Tensor]) -> list[Tensor]:
         grad if grad.stride() == param.stride() else laid_out_like(grad, param)
         for grad, param in zip(grads, params, strict=True)
     ]
+
+
+@contextlib.contextmanager
+def counted(steps: list[Tensor], skip: Tensor | None) -> Iterator[None]:
+    """Count one step for what runs inside, and not for one that was skipped."""
+    foreach_add_(steps, 1)
+    yield
+    take_back(steps, skip)
 
 
 def take_back(steps: list[Tensor], skip: Tensor | None) -> None:
@@ -178,7 +217,7 @@ class OwnStep:
         """Update `params`, the local tensors of the parameters, unless `skip` says not to."""
         if skip is not None and skip.item():
             return
-        grads = _ready(grads, params, scale)
+        grads = ready(grads, params, scale)
         for parameter, grad in zip(self.parameters, grads, strict=True):
             sharded = isinstance(parameter, DTensor)
             parameter.grad = dtensor_like(grad, cast(DTensor, parameter)) if sharded else grad

@@ -68,5 +68,7 @@ class Timeline:
     def copy_us(self, copy: Transfer) -> float:
         """What a copy takes."""
         lane = Lane.H2D if copy.target is Pool.DEVICE else Lane.D2H
+        if copy.source is Pool.DISK:
+            lane = Lane.READ
         held_back = replace(copy, bytes_per_s=self.throttle.bytes_per_s(lane))
         return self.costs.transfer(held_back).wire_us

@@ -90,7 +90,9 @@ class Memory:
     """The most that transfers hold at once: gathered parameters that will be released, and
     gradients that are still to be reduced. What `prefetch.budget_bytes` bounds."""
     host_bytes: int = 0
-    """What is held in the host's memory: the arena. All else is the device's."""
+    """What is held in the host's memory: the arena, and the disk's buffers."""
+    disk_bytes: int = 0
+    """What is held on disk. All else is the device's."""
 
     def by_kind(self) -> dict[str, int]:
         """Bytes at the peak by what they are for."""
@@ -173,9 +175,9 @@ class Program:
         """What one step holds."""
         order = range(len(self.graph))
         found = engine.replay(self.graph, order)
-        always, on_host = (
+        always, on_host, on_disk = (
             sum(hold.num_bytes for hold in self.resident if hold.pool is pool)
-            for pool in (Pool.DEVICE, Pool.HOST)
+            for pool in (Pool.DEVICE, Pool.HOST, Pool.DISK)
         )
         peak = max(range(len(order)), key=found.held_bytes.__getitem__, default=None)
         holds = list(self.resident)
@@ -196,6 +198,7 @@ class Program:
             alive=tuple(alive),
             transfers_bytes=self._of_transfers().peak_bytes,
             host_bytes=on_host + found.peaks.get(Pool.HOST, 0),
+            disk_bytes=on_disk,
         )
 
     def _of_transfers(self) -> engine.Replay:

@@ -195,6 +195,8 @@ class _Walk:
                 kind = Kind.OPTIMIZER_STATE
             elif source is not None and source[0] == "staging":
                 kind = Kind.GRADIENTS
+            elif source is not None and source[0] == "disk_buffers":
+                kind = Kind.WORKSPACE
             else:
                 kind = Kind.INPUTS
             pool = stamp_of(node).pool
@@ -352,7 +354,7 @@ class _Walk:
                         storage.readers[node] = None
         elif stamp.role is Role.WAIT:
             self._alias(node, node.all_input_nodes[0])
-        elif stamp.role is Role.LAUNCH and stamp.lane is Lane.H2D:
+        elif stamp.transfer is not None and stamp.transfer.target is Pool.DEVICE:
             stays = isinstance(node.target, Take)  # what the step before has left here
             begin = None if stays else node
             values = node.meta["val"]

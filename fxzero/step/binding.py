@@ -7,6 +7,7 @@ exp_avg_h_0_weight  a tensor of the optimizer's state, looked up on every call, 
 group_0             a parameter group, for its learning rate and whatever else changes
 inverse_scale       one over the loss scale
 staging             where in the host's memory gradients arrive: see `fxzero.runtime.arena`
+disk_buffers        what is between the disk and memory: see `fxzero.runtime.disk_buffers`
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
 from fxzero.runtime.arena import Home, HostArena, Layout, arena_for, arena_of
 from fxzero.runtime.optimizers import OptimizerLayout, create_state
+from fxzero.step.disk_binding import DiskBinder
 from fxzero.transfer import Pool
 
 
@@ -52,6 +54,7 @@ class Binder:
         """The position in the graph of where gradients arrive on the host, and its bytes."""
         self.homes: list[tuple[int, Home]] = []
         """Positions in the graph of what lives on the host."""
+        self.disk = DiskBinder(graph, self.optimizer)
         self._arena: HostArena | None = None
         self._micro_batches = micro_batches
         self._constants: tuple[float, list[tuple[int, Tensor]]] = (-1.0, [])
@@ -59,7 +62,8 @@ class Binder:
         """Positions of the parameters in Dynamo's inputs, by key."""
         for i, node in enumerate(self.placeholders):
             source = node.meta.get("fxzero_source")
-            if stamp_of(node).pool is Pool.HOST and source != ("staging",):
+            areas = ("staging", "disk_buffers")
+            if stamp_of(node).pool is Pool.HOST and (source is None or source[0] not in areas):
                 key, name = (graph.inputs[node], "") if source is None else source[1:]
                 self.homes.append((i, (key, name)))
             match node.meta.get("fxzero_source"):
@@ -69,6 +73,8 @@ class Binder:
                     self.groups.append((i, index))
                 case ("staging",):
                     self.staging.append((i, num_bytes(node)))
+                case ("disk_buffers", _):
+                    pass  # of the disk's own binder
                 case ("inverse_scale",):
                     self.inverse_scales.append((i, node.meta["val"]))
                 case None:
@@ -127,6 +133,7 @@ class Binder:
                 values[i] = _compat.local_tensor(value) if isinstance(value, DTensor) else value
         if self.staging:
             self._bring_home(values)
+            self.disk.bring_home(values)
         for i, group in self.groups:
             values[i] = self.optimizer.param_groups[group]
         if self._constants[0] != loss_scale:

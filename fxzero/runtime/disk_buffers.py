@@ -1,0 +1,78 @@
+"""Memory between the disk and those who read it: a fixed number of buffers, used again and again.
+
+However large a model is, what is on its way takes so much and no more: who reads the disk waits
+for a buffer that somebody has let go of.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable
+
+import torch
+
+from fxzero.disk.scratch import DiskSettings
+
+SETS = 4
+"""Pieces of an update, with its state, that are on their way at a time: two are read while one is
+updated and one is written."""
+
+
+class Buffer:
+    """Memory for one piece."""
+
+    __slots__ = ("memory", "tensor")
+
+    def __init__(self, memory: memoryview) -> None:
+        self.memory = memory
+        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        """The same: (bytes,)."""
+
+
+class Ring:
+    """Some buffers, which one lane takes and others give back."""
+
+    def __init__(self, count: int, num_bytes: int) -> None:
+        memory = memoryview(mmap.mmap(-1, count * num_bytes))  # begins at a page, as O_DIRECT asks
+        self._free = [Buffer(memory[i * num_bytes :][:num_bytes]) for i in range(count)]
+        self._changed = threading.Condition()
+
+    def take(self, is_over: Callable[[], bool] = lambda: False) -> Buffer | None:
+        """A buffer that nobody uses, as soon as there is one; None once there is no more need."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or is_over())
+            return None if is_over() else self._free.pop()
+
+    def give(self, buffer: Buffer) -> None:
+        """Let others have a buffer."""
+        with self._changed:
+            self._free.append(buffer)
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let those who wait ask again whether there is still need."""
+        with self._changed:
+            self._changed.notify_all()
+
+    @property
+    def num_free(self) -> int:
+        """How many buffers nobody uses."""
+        return len(self._free)
+
+
+class Buffers:
+    """All of a process's: for what is updated, and for parameters on their way to the device.
+
+    Args:
+        most_kinds: sections of a bucket: the parameters' and those of their state.
+    """
+
+    def __init__(self, settings: DiskSettings, most_kinds: int) -> None:
+        self.states = Ring(SETS * most_kinds, settings.chunk_bytes)
+        self.params = Ring(settings.depth, settings.chunk_bytes)
+
+
+def buffers_bytes(settings: DiskSettings, most_kinds: int) -> int:
+    """What the buffers take."""
+    return (SETS * most_kinds + settings.depth) * settings.chunk_bytes
