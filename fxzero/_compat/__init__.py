@@ -102,6 +102,7 @@ from fxzero._compat.memory import (
     return_free_memory,
     shares_memory,
     storage_identity,
+    trim_heap,
 )
 from fxzero._compat.modules import active_ddp_module, module_call, num_module_hooks
 from fxzero._compat.nodes import (
@@ -262,6 +263,7 @@ __all__ = [
     "trace_function",
     "trace_joint",
     "tracing_fake_mode",
+    "trim_heap",
     "unscale_function",
     "use_count",
     "version_of",

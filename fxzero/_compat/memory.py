@@ -97,5 +97,10 @@ def return_free_memory() -> None:
     glibc keeps freed memory in its heap; after a compilation that is some hundred MiB.
     """
     gc.collect()
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """Give free memory back to the system, also what lies between memory that is used."""
     with contextlib.suppress(AttributeError, OSError):  # other libraries have no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)

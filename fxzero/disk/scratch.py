@@ -30,6 +30,11 @@ BLOCK = max(4096, mmap.PAGESIZE)
 _PREFIX = "fxzero-scratch-"
 
 
+def pages(num_bytes: int) -> memoryview:
+    """Memory that begins at a page, as direct I/O asks, and takes none until it is written."""
+    return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
 @dataclass(frozen=True)
 class DiskSettings:
     """Where on disk a step may hold what it has, and how it is read and written."""
@@ -132,7 +137,7 @@ class ScratchFile:
         try:
             fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT)
             if self.num_bytes:
-                self.read(0, memoryview(mmap.mmap(-1, BLOCK)))
+                self.read(0, pages(BLOCK))
         except OSError as error:
             fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
             warnings.warn(

@@ -24,11 +24,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxzero.disk.scratch import BLOCK, DiskSettings, ScratchFile
+from fxzero.disk.scratch import BLOCK, DiskSettings, ScratchFile, pages
 from fxzero.errors import DiskError
 
 _GO_BACK = "This step's result is lost: go back to a checkpoint."
 _PAGE = mmap.PAGESIZE
+_WRITE_AT = 64 << 20
+"""Bytes that may wait in memory until they are written."""
 _PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Address space alone: what nobody writes to takes no memory. (Python knows it from 3.13 on.)"""
@@ -116,7 +118,9 @@ class DiskStore:
         self.memory = memoryview(self._mapped)
         """The mapping: what is on disk, and in its stead what somebody has written here since."""
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped))
-        self._buffer = memoryview(mmap.mmap(-1, settings.chunk_bytes))
+        self._unwritten_bytes = 0
+        """What `put` has left in the mapping."""
+        self._buffer = pages(settings.chunk_bytes)
         self._threads = _Threads(settings.depth)
 
     def read(self, piece: Piece, buffer: memoryview) -> None:
@@ -167,7 +171,11 @@ class DiskStore:
         return self._threads.writers.submit(self.write, piece, buffer)
 
     def put(self, begin: int, source: memoryview) -> None:
-        """Change some bytes: whole pieces go to the files, and what is left to the mapping."""
+        """Change some bytes: whole pieces go to the files, and what is left to the mapping.
+
+        Raises:
+            DiskError: a piece cannot be written.
+        """
         end = begin + len(source)
         for piece in self._between(begin, end):
             first, last = max(begin, piece.begin), min(end, piece.begin + piece.num_bytes)
@@ -178,6 +186,9 @@ class DiskStore:
                 self.write(piece, self._buffer)
             else:
                 self.memory[first:last] = part
+                self._unwritten_bytes += len(part)
+        if self._unwritten_bytes > _WRITE_AT:
+            self.write_changes()
 
     def write_changes(self) -> int:
         """Write what somebody has changed in the mapping to the files; return how many pieces.
@@ -185,6 +196,7 @@ class DiskStore:
         Raises:
             DiskError: one cannot be written, or what is around a change cannot be read.
         """
+        self._unwritten_bytes = 0
         changed = self.changed_pages()
         numbers = sorted({self._number_at(page * _PAGE) for page in changed.tolist()})
         for number in numbers:

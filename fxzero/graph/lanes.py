@@ -238,7 +238,10 @@ def _not_joined(update: fx.Node) -> Iterator[Finding]:
 def _shared_places(graph: StepGraph, copies: list[TransferNodes]) -> Iterator[Finding]:
     """Places in the staging area, each of which is read until a node of the step."""
     taken: list[tuple[int, int, fx.Node, fx.Node]] = []
+    done = _waited_before(copies)
+    read_by: dict[fx.Node, set[fx.Node]] = {}
     for copy in copies:
+        read_by[copy.launch] = {user for part in copy.parts for user in part.users}
         staging, offsets = copy.launch.args[2:4]
         assert isinstance(staging, fx.Node)
         assert isinstance(offsets, (list, tuple))
@@ -259,10 +262,10 @@ def _shared_places(graph: StepGraph, copies: list[TransferNodes]) -> Iterator[Fi
         for start, _, second, later in taken[i + 1 :]:
             if start >= end:
                 break
-            if _waits_for_place(*sorted((first, second))):
+            early, late = sorted((first, second))
+            if read_by[early] and read_by[early] <= done[late]:
                 continue
             if begin < end and first < later and second < until:
-                early, late = sorted((first, second))
                 yield Finding(
                     late,
                     f"{late.name} copies to byte {start}, where {early.name} has copied what is "
@@ -271,13 +274,17 @@ def _shared_places(graph: StepGraph, copies: list[TransferNodes]) -> Iterator[Fi
                 )
 
 
-def _waits_for_place(early: fx.Node, late: fx.Node) -> bool:
-    """Whether a copy begins when all is done that reads what an earlier one has brought."""
-    behind = late.args[5]
-    assert isinstance(behind, (list, tuple))
-    (arrived,) = (user for user in early.users if stamp_of(user).role is Role.WAIT)
-    found = {user for part in arrived.users for user in part.users}
-    return bool(found) and found <= set(behind)
+def _waited_before(copies: list[TransferNodes]) -> dict[fx.Node, set[fx.Node]]:
+    """By copy, the updates that are done when it begins: those that it waits for, and those that
+    copies before it on their lane have waited for."""
+    found: dict[fx.Node, set[fx.Node]] = {}
+    done: set[fx.Node] = set()
+    for copy in copies:
+        behind = copy.launch.args[5]
+        assert isinstance(behind, (list, tuple))
+        done |= set(behind)  # type: ignore[arg-type]
+        found[copy.launch] = set(done)
+    return found
 
 
 def _last_reader(graph: StepGraph, copy: TransferNodes) -> fx.Node:

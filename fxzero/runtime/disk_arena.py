@@ -22,13 +22,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fxzero._compat import shares_memory
+from fxzero._compat import shares_memory, trim_heap
 from fxzero.disk.scratch import DiskSettings
 from fxzero.disk.store import DiskStore, Section, in_blocks
 from fxzero.runtime.arena import Home, Layout, aligned, whole
 from fxzero.runtime.disk_buffers import Buffers
 
 log = logging.getLogger("fxzero")
+
+
+_TRIM_AT = 64 << 20
+"""Bytes that are moved before the system gets back what they took."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,8 @@ class DiskArena:
         self.store = DiskStore(sizes, settings)
         self.buffers = Buffers(settings, max((len(b.kinds) for b in self.buckets), default=1))
         """What is between the disk and whoever reads it."""
+        self._moved_bytes = 0
+        """Of what was in memory, and the heap may still have."""
         self._places: dict[Home, tuple[int, Tensor]] = {}
         sections = iter(self.store.sections)
         for bucket, layouts in self.buckets.items():
@@ -175,6 +181,10 @@ class DiskArena:
         """Hold nothing for those who live here: another arena takes its place."""
         self._places.clear()
 
+    def begin_of(self, home: Home) -> int:
+        """Where a tensor begins; tensors that are not here come first."""
+        return self._places[home][0] if home in self._places else -1
+
     def bring_home(self, home: Home, tensor: Tensor) -> bool:
         """Let a tensor's memory be here, as `HostArena.bring_home` does.
 
@@ -197,6 +207,10 @@ class DiskArena:
         flat = dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
         self.store.put(at, memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
         tensor.data = own
+        self._moved_bytes += own.nbytes
+        if self._moved_bytes > _TRIM_AT:
+            trim_heap()
+            self._moved_bytes = 0
         return True
 
 

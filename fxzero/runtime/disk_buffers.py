@@ -6,13 +6,12 @@ for a buffer that somebody has let go of.
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable
 
 import torch
 
-from fxzero.disk.scratch import DiskSettings
+from fxzero.disk.scratch import DiskSettings, pages
 
 SETS = 4
 """Pieces of an update, with its state, that are on their way at a time: two are read while one is
@@ -34,7 +33,7 @@ class Ring:
     """Some buffers, which one lane takes and others give back."""
 
     def __init__(self, count: int, num_bytes: int) -> None:
-        memory = memoryview(mmap.mmap(-1, count * num_bytes))  # begins at a page, as O_DIRECT asks
+        memory = pages(count * num_bytes)
         self._free = [Buffer(memory[i * num_bytes :][:num_bytes]) for i in range(count)]
         self._changed = threading.Condition()
 

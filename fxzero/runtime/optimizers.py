@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from fxzero import _compat
+from fxzero.disk.scratch import BLOCK, pages
 from fxzero.errors import CaptureError, FxZeroWarning
 from fxzero.runtime.proven_kernels import is_proven
 from fxzero.sharding.ops import local_of
@@ -169,7 +170,9 @@ def is_patched(optimizer: Optimizer) -> bool:
     return False
 
 
-def create_state(layout: OptimizerLayout, keys: Collection[str]) -> None:
+def create_state(
+    layout: OptimizerLayout, keys: Collection[str], *, will_move: bool = False
+) -> None:
     """Let the optimizer make its state now, where a first step would make it lazily.
 
     Memory that the second step needs is then there before the first. Optimizers that run
@@ -177,8 +180,11 @@ def create_state(layout: OptimizerLayout, keys: Collection[str]) -> None:
 
     Args:
         keys: the parameters that have gradients; the others get no state, as in a loop.
+        will_move: whether there may be no room for all of it where it is made: what is zero takes
+            no memory then until somebody writes to it.
     """
     optimizer = layout.optimizer
+    freed_bytes = 0
     for index, kernel in enumerate(layout.kernels):
         for key, parameter in layout.parameters.items():
             if key not in keys or layout.group[key] != index:
@@ -190,6 +196,8 @@ def create_state(layout: OptimizerLayout, keys: Collection[str]) -> None:
                 with _compat.mode_of(parameter):
                     state["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
                 read_of_all_ranks(state)
+                if will_move:
+                    freed_bytes = _take_no_memory(state, freed_bytes)
                 continue
             group = {**optimizer.param_groups[index], "params": [parameter]}
             before, parameter.grad = parameter.grad, parameter.detach()  # its values do not matter
@@ -199,3 +207,33 @@ def create_state(layout: OptimizerLayout, keys: Collection[str]) -> None:
             finally:
                 parameter.grad = before
             read_of_all_ranks(state)
+            if will_move:
+                freed_bytes = _take_no_memory(state, freed_bytes)
+
+
+_TRIM_AT = 64 << 20
+"""Bytes that are freed before the system gets them back."""
+
+
+def _take_no_memory(state: Mapping[str, Any], freed_bytes: int) -> int:
+    """Let what is zero of a parameter's state lie in pages that are made when they are written.
+
+    Args:
+        freed_bytes: what earlier calls have freed and the heap still has.
+
+    Returns:
+        The same behind this one.
+    """
+    for value in state.values():
+        if not isinstance(value, torch.Tensor) or not value.numel():
+            continue
+        tensor = local_of(value)
+        if tensor.device.type != "cpu" or tensor.nbytes < BLOCK or bool(tensor.any()):
+            continue
+        freed_bytes += tensor.nbytes
+        own = torch.frombuffer(pages(tensor.nbytes), dtype=tensor.dtype)
+        tensor.data = own.as_strided(tensor.shape, tensor.stride())
+    if freed_bytes > _TRIM_AT:
+        _compat.trim_heap()
+        return 0
+    return freed_bytes

@@ -90,7 +90,7 @@ def compile_graph(
         find_loss(graph)
         drop_unwanted(graph, layout)
         refuse_sparse(graph)
-        create_state(layout, set(graph.gradients.values()))
+        create_state(layout, set(graph.gradients.values()), will_move=config.holds_on_disk)
         why_not = no_cuda_graph(graph, layout, config) if config.cuda_graph else ""
         if why_not:
             compilation.context.warnings.append(f"cuda_graph has no effect: {why_not}")

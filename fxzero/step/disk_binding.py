@@ -63,6 +63,8 @@ class DiskBinder:
             wanted = {b: tuple(layout[key, ""] for key in b.keys) for b in self.buckets}
             arena = self._arena = disk_arena_for(self.optimizer, wanted, self._settings)
         assert arena is not None
+        if is_new:
+            self.homes.sort(key=lambda home: arena.begin_of(home[1]))  # pieces are written once
         away = [(i, home) for i, home in self.homes if not arena.bring_home(home, values[i])]
         if away and is_new:
             gc.collect()  # what tracing has left behind looks at parameters too
