@@ -28,11 +28,16 @@ from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.passes.base import Context, Door, Fact, Notes
 from fxzero.passes.decision import DecidingPass, Decision
-from fxzero.passes.gradient_places import gradient_bytes, shared_bytes, waits_for_norm
+from fxzero.passes.gradient_places import (
+    downloads_of,
+    gradient_bytes,
+    shared_bytes,
+    waits_for_norm,
+)
 from fxzero.passes.offload_states import homes_of, params_of
 from fxzero.runtime.arena import aligned
 from fxzero.runtime.copies import HostUpdate
-from fxzero.runtime.disk_arena import Bucket, bucket_of, bytes_on_disk
+from fxzero.runtime.disk_arena import Bucket, bucket_of, section_bytes
 from fxzero.runtime.disk_buffers import buffers_bytes
 from fxzero.runtime.disk_streams import StoredUpdate, bring_of
 from fxzero.transfer import DISK_READ, Pool
@@ -53,11 +58,14 @@ class Stored(Decision):
 def host_updates(graph: StepGraph) -> list[fx.Node]:
     """The updates of what is in the host's memory, in the order in which their gradients are
     there."""
-    return [
+    place = {node: i for i, node in enumerate(graph.graph.nodes)}
+    downloads = downloads_of(graph)
+    found = [
         node
         for node in graph.nodes(role=Role.UPDATE)
         if isinstance(node.target, HostUpdate) and _is_congruent(node)
     ]
+    return sorted(found, key=lambda node: max(place[grad] for grad in downloads[node].tensors))
 
 
 def _is_congruent(update: fx.Node) -> bool:
@@ -98,8 +106,11 @@ def bucket_for(update: fx.Node, ctx: Context) -> Bucket:
 
 def stored_bytes(update: fx.Node) -> int:
     """What an update's parameters and state take on disk."""
-    sizes = [num_bytes(node) for node in params_of(update)]
-    return bytes_on_disk(sizes, 1 + len(_large_state(update)))
+    return (1 + len(_large_state(update))) * _section_bytes(update)
+
+
+def _section_bytes(update: fx.Node) -> int:
+    return section_bytes([num_bytes(node) for node in params_of(update)])
 
 
 def _in_memory(update: fx.Node) -> int:
@@ -132,7 +143,7 @@ class OffloadDisk(DecidingPass[Stored]):
     decides: ClassVar[type[Any]] = Stored
 
     budget_bytes: int | None = None
-    """What may be held on the host; None for as little as can be. See `host_budget`."""
+    """What may be held on the host; None to hold all on disk. See `host_budget`."""
     asked: str = field(default="least", repr=False)
     """The same as somebody has asked for it."""
     disk: DiskSettings = field(default_factory=DiskSettings)
@@ -184,8 +195,11 @@ class OffloadDisk(DecidingPass[Stored]):
         return found + self._buffers_bytes(chosen)
 
     def _buffers_bytes(self, chosen: list[fx.Node]) -> int:
-        kinds = [1 + len(_large_state(update)) for update in chosen]
-        return buffers_bytes(self.disk, max(kinds)) if kinds else 0
+        if not chosen:
+            return 0
+        most_kinds = max(1 + len(_large_state(update)) for update in chosen)
+        piece_bytes = min(self.disk.chunk_bytes, max(map(_section_bytes, chosen)))
+        return buffers_bytes(self.disk.depth, most_kinds, piece_bytes)
 
     def apply(self, graph: StepGraph, decision: Stored, ctx: Context) -> Notes:
         """See the module's docstring.

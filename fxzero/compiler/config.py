@@ -110,7 +110,7 @@ class Config:
     host_budget: Size = NO_BUDGET
     """The most that a rank's step may hold in the host's memory of what `memory` moves there; the
     rest goes to disk (`disk.paths`), the buckets whose gradients come first before others. A size
-    as for `memory_budget`, of the host; ``least`` for as little as can be; ``none`` for no disk."""
+    as for `memory_budget`, of the host; ``least`` for all of it on disk; ``none`` for no disk."""
     disk: DiskSettings = field(default_factory=DiskSettings)
     throttle: Throttle = field(default_factory=Throttle)
     plan: str = ""
@@ -184,8 +184,7 @@ class Config:
 
     @property
     def host_budget_bytes(self) -> int | None:
-        """The bound on the host's memory; None if there is none, or as little as can be is
-        wanted."""
+        """The bound on the host's memory; None if there is none, or all is to be on disk."""
         text = self.filled.host_budget
         budget = None if text == LEAST else MemoryBudget.parse(text, "host_budget")
         return None if budget is None else budget.bytes_of(self.cost.host_bytes)

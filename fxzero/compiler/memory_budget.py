@@ -15,8 +15,8 @@ from fxzero.settings import UNITS, Size
 
 NO_BUDGET = Size("none")
 LEAST = "least"
-"""For the host: as little as can be."""
-_LEAST = "'least' for as little as can be, "
+"""For the host: all that can be is on disk."""
+_LEAST = "'least' for all on disk, "
 MARGIN = 0.1
 """Of a device's memory, what ``auto`` leaves to allocators, libraries and code."""
 

@@ -87,9 +87,10 @@ class ScratchFile:
             _remove_leftovers(folder)
             self.fd = _nameless(folder)
         except OSError as error:
+            why = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
             raise DiskError(
-                f"disk.paths: no file can be made in {folder}: {error.strerror}. Name a folder "
-                "that this process may write to."
+                f"disk.paths: no file can be made in {folder}: {why}. Name a folder that this "
+                "process may write to."
             ) from error
         weakref.finalize(self, os.close, self.fd)
         try:

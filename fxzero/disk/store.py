@@ -158,7 +158,8 @@ class DiskStore:
             raise DiskError(
                 f"writing {piece.section}, {piece.num_bytes} bytes in "
                 f"{self.files[piece.file].folder}: {error.strerror}. Nothing is lost: they stay in "
-                "memory, and the next step writes them again. Save a checkpoint, or make room."
+                "memory, this step's update is complete, and the next step writes them again. Save "
+                "a checkpoint, and see what is wrong with the disk."
             ) from error
         self._checksums[piece.number] = zlib.crc32(buffer)
 
@@ -224,14 +225,14 @@ class DiskStore:
         is_private = ((entries & _PAGE_IS_THERE) != 0) & ((entries & _PAGE_IS_OF_FILE) == 0)
         return np.nonzero(is_private)[0]
 
-    def check(self) -> None:
-        """See that everything on disk is what was written there: for whoever will read it through
-        the mapping, which nothing checks.
+    def check(self, section: Section) -> None:
+        """See that what is on disk is what was written there: for whoever will read it through the
+        mapping, which nothing checks.
 
         Raises:
             DiskError: a piece is not.
         """
-        for piece in self.pieces:
+        for piece in section.pieces:
             if self._checksums[piece.number] is not None:
                 self.read(piece, self._buffer)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fxzero._compat import shares_memory, trim_heap
-from fxzero.disk.scratch import DiskSettings
+from fxzero.disk.scratch import BLOCK, DiskSettings
 from fxzero.disk.store import DiskStore, Section, in_blocks
 from fxzero.runtime.arena import Home, Layout, aligned, whole
 from fxzero.runtime.disk_buffers import Buffers
@@ -140,7 +140,11 @@ class DiskArena:
             for kind in bucket.kinds
         ]
         self.store = DiskStore(sizes, settings)
-        self.buffers = Buffers(settings, max((len(b.kinds) for b in self.buckets), default=1))
+        self.buffers = Buffers(
+            settings.depth,
+            max((len(bucket.kinds) for bucket in self.buckets), default=1),
+            max((piece.num_bytes for piece in self.store.pieces), default=BLOCK),
+        )
         """What is between the disk and whoever reads it."""
         self._moved_bytes = 0
         """Of what was in memory, and the heap may still have."""
@@ -180,6 +184,18 @@ class DiskArena:
     def leave(self) -> None:
         """Hold nothing for those who live here: another arena takes its place."""
         self._places.clear()
+
+    def check(self, *, of_parameters: bool) -> None:
+        """See that parameters, or else their state, are what was written to disk.
+
+        Raises:
+            DiskError: some are not.
+        """
+        for bucket in self.buckets:
+            assert bucket.place is not None
+            sections = bucket.place.sections
+            for section in sections[:1] if of_parameters else sections[1:]:
+                self.store.check(section)
 
     def begin_of(self, home: Home) -> int:
         """Where a tensor begins; tensors that are not here come first."""
@@ -266,6 +282,6 @@ def disk_arena_for(
     return made
 
 
-def bytes_on_disk(sizes: Sequence[int], num_kinds: int) -> int:
-    """What a bucket of parameters of some sizes takes there, with its state."""
-    return num_kinds * in_blocks(sum(map(aligned, sizes)))
+def section_bytes(sizes: Sequence[int]) -> int:
+    """What parameters of some sizes take on disk together; so does each kind of their state."""
+    return in_blocks(sum(map(aligned, sizes)))

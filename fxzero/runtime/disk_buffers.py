@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from fxzero.disk.scratch import DiskSettings, pages
+from fxzero.disk.scratch import pages
 
 SETS = 4
 """Pieces of an update, with its state, that are on their way at a time: two are read while one is
@@ -64,14 +64,16 @@ class Buffers:
     """All of a process's: for what is updated, and for parameters on their way to the device.
 
     Args:
+        depth: reads that are on their way at a time.
         most_kinds: sections of a bucket: the parameters' and those of their state.
+        piece_bytes: what a buffer has to hold.
     """
 
-    def __init__(self, settings: DiskSettings, most_kinds: int) -> None:
-        self.states = Ring(SETS * most_kinds, settings.chunk_bytes)
-        self.params = Ring(settings.depth, settings.chunk_bytes)
+    def __init__(self, depth: int, most_kinds: int, piece_bytes: int) -> None:
+        self.states = Ring(SETS * most_kinds, piece_bytes)
+        self.params = Ring(depth, piece_bytes)
 
 
-def buffers_bytes(settings: DiskSettings, most_kinds: int) -> int:
+def buffers_bytes(depth: int, most_kinds: int, piece_bytes: int) -> int:
     """What the buffers take."""
-    return (SETS * most_kinds + settings.depth) * settings.chunk_bytes
+    return (SETS * most_kinds + depth) * piece_bytes

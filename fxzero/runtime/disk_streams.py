@@ -136,11 +136,12 @@ class States:
                 on_slices(params, parts, [*state, *counts], group, skip)
             self._updated.put((buffers, skipped))
 
-    def write(self, bytes_per_s: float) -> None:
+    def write(self, bytes_per_s: float) -> list[DiskError]:
         """Write each piece once it is updated.
 
-        Raises:
-            DiskError: behind the last one, if some could not be written: they are in memory.
+        Returns:
+            Why some could not be written. They are in memory, and nothing is wrong with what comes
+            behind them.
         """
         pace = Pace(bytes_per_s)
         failed: list[DiskError] = []
@@ -169,8 +170,7 @@ class States:
                 end_one()
         while going:
             end_one()
-        if failed:
-            raise failed[0]
+        return failed
 
     def _take(self) -> Buffer:
         buffer = self._ring.take(lambda: self._error is not None)
@@ -313,8 +313,13 @@ def write_states(
 
 
 def written(done: Future[Any]) -> None:
-    """Wait until what an update has left is on disk."""
-    done.result()
+    """Wait until what an update has left is on disk.
+
+    Raises:
+        DiskError: some of it could not be written; it is in memory.
+    """
+    for error in done.result() or ():
+        raise error
 
 
 class Bring:

@@ -21,6 +21,7 @@ from fxzero._compat import pytree
 from fxzero.compiler.config import Config
 from fxzero.compiler.pipelines import step_passes
 from fxzero.errors import BatchError, CaptureError, ConfigError, FxZeroError, FxZeroWarning
+from fxzero.runtime.checked_saves import check_saves
 from fxzero.runtime.optimizers import OptimizerLayout, kernels_of
 from fxzero.runtime.residents import release
 from fxzero.sharding.before_step import before_step, refuse_strangers
@@ -450,6 +451,8 @@ class TrainStep:
         except FxZeroError as error:
             raise _compat.passing_through_dynamo(error) from None
 
+        if binder.disk.buckets:
+            check_saves(self.model, self.optimizer)
         self._programs.append((binder, run))
         number = len(self._programs) - 1
         return _weakly(self, lambda step, *inputs: step._run(number, inputs))
