@@ -29,6 +29,7 @@ from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.passes.base import Context, Door, Fact, Notes, Pass
 from fxzero.passes.gradient_places import share_places, waits_for_norm
+from fxzero.passes.offload_disk import large_homes
 from fxzero.regions.cutout import end_of_run, runs
 from fxzero.runtime import copies
 from fxzero.runtime.ahead import Launch, Take
@@ -177,7 +178,7 @@ def stream_states(graph: StepGraph, update: fx.Node, throttle: Throttle) -> None
     target = update.target
     assert isinstance(target, StoredUpdate)
     params, grads, state, *others = update.args
-    large = [*params, *(node for part in state[: len(target.bucket.names)] for node in part)]  # type: ignore[union-attr,index]
+    large = large_homes(update)
     buffers = next(
         node
         for node in graph.graph.find_nodes(op="placeholder")

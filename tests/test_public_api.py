@@ -16,6 +16,7 @@ _PUBLIC = [
     "Config",
     "ConfigError",
     "ContractError",
+    "DiskError",
     "FxZeroError",
     "FxZeroWarning",
     "NonFiniteGradientError",

@@ -117,7 +117,8 @@ class DiskStore:
         self._mapped = self._map()
         self.memory = memoryview(self._mapped)
         """The mapping: what is on disk, and in its stead what somebody has written here since."""
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped))
+        """Where it begins."""
         self._unwritten_bytes = 0
         """What `put` has left in the mapping."""
         self._buffer = pages(settings.chunk_bytes)
@@ -218,7 +219,7 @@ class DiskStore:
         """The pages of the mapping that somebody has written to since they were on disk."""
         pages = _open_page_map()  # each time: a forked process has its own
         try:
-            first, count = self._address // _PAGE, self.num_bytes // _PAGE
+            first, count = self.address // _PAGE, self.num_bytes // _PAGE
             entries = np.frombuffer(_read_all(pages, first * 8, count * 8), dtype=np.uint64)
         finally:
             os.close(pages)

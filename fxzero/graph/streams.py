@@ -13,6 +13,8 @@ that wait for buffers which only this update lets go of, for ever.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
+from typing import Any
 
 from torch import fx
 
@@ -37,7 +39,8 @@ def wrong_streams(graph: StepGraph, streams: list[TransferNodes]) -> Iterator[Fi
     ]
     for update in stored if streams else ():
         taken = update.args[6] if len(update.args) > 6 else None
-        read, write = reads.pop(taken, None), writes.pop(update, None)  # type: ignore[call-overload]
+        read = reads.pop(taken, None) if isinstance(taken, fx.Node) else None
+        write = writes.pop(update, None)
         if read is None or write is None:
             yield Finding(
                 update,
@@ -68,14 +71,13 @@ def _wrong_row(update: fx.Node, read: TransferNodes, write: TransferNodes) -> It
 
 
 def _wrong_content(update: fx.Node, read: TransferNodes, write: TransferNodes) -> Iterator[Finding]:
-    bucket = getattr(update.target, "bucket", None)
-    assert bucket is not None
-    params, _, state = update.args[:3]
-    assert isinstance(params, (list, tuple))
-    assert isinstance(state, (list, tuple))
-    moved = [*params, *(node for part in state[: len(bucket.names)] for node in part)]  # type: ignore[union-attr]
-    on_disk = [node for node in moved if stamp_of(node).pool is Pool.DISK]  # type: ignore[arg-type]
-    moved_bytes = sum(num_bytes(node) for node in moved)  # type: ignore[arg-type]
+    target: Any = update.target
+    bucket = target.bucket
+    arguments: Any = update.args
+    params, _, state = arguments[:3]
+    moved: list[Any] = [*params, *chain.from_iterable(state[: len(bucket.names)])]
+    on_disk = [node for node in moved if stamp_of(node).pool is Pool.DISK]
+    moved_bytes = sum(map(num_bytes, moved))
     if (
         list(read.launch.args[:2]) != [params, state]
         or getattr(read.launch.target, "bucket", None) is not bucket

@@ -55,4 +55,4 @@ def check_saves(model: nn.Module, optimizer: Optimizer) -> None:
         return
     _checked.add(optimizer)
     optimizer.register_state_dict_pre_hook(CheckSaves(optimizer, of_parameters=False))
-    model.register_state_dict_pre_hook(CheckSaves(optimizer, of_parameters=True))  # type: ignore[no-untyped-call]
+    model.register_state_dict_pre_hook(CheckSaves(optimizer, of_parameters=True))

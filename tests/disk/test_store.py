@@ -75,7 +75,7 @@ def test_the_mapping_shows_what_was_written(tmp_path: Path, num_folders: int) ->
 
 @pytest.mark.parametrize("num_folders", [1, 2])
 def test_what_somebody_writes_is_found_and_goes_to_disk(tmp_path: Path, num_folders: int) -> None:
-    """One byte in a page: the piece is written, with what is around it, and checked from then on."""
+    """One byte: its piece is written, with what is around it, and checked from then on."""
     store = store_in(*(tmp_path / str(i) for i in range(num_folders)))
     numbered(store)
     at = store.pieces[1].begin + 17
@@ -147,7 +147,7 @@ def test_a_write_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as broken:
         broken.setattr(ScratchFile, "write", fail)
-        with pytest.raises(DiskError, match="writing section 0, .*Input/output error. Nothing is"):
+        with pytest.raises(DiskError, match=r"writing section 0, .*Input/output error\. Nothing"):
             store.write(store.pieces[0], memory)
         with pytest.raises(DiskError, match="Nothing is lost"):
             store.write_changes()
@@ -175,7 +175,5 @@ def test_a_system_without_page_map(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return real(path, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(
-        DiskError, match=r"pagemap, which cannot be read here .* 'all_host'|all_host"
-    ):
+    with pytest.raises(DiskError, match="pagemap, which cannot be read here"):
         store_in(tmp_path)

@@ -23,6 +23,7 @@ from examples.models import gpt_bench
 from fxzero._compat import shares_memory
 from fxzero.compiler.compilation import Compilation
 from fxzero.runtime.arena import HostArena, arena_of
+from fxzero.runtime.disk_arena import disk_arena_of
 from fxzero.schedule.simulate import simulate_memory
 from tests.pairwise import pairwise
 from tests.parity.harness import Pools
@@ -103,7 +104,10 @@ def trains_alike(
     example: str, optimizer: str, zero: int | None, options: dict[str, Any], **step: Any
 ) -> bool:
     """Whether a case trains alike with state on the host."""
-    offload = ("memory", "throttle", "offload_activations", "offload_states", "offload_params")
+    offload = (
+        *("memory", "throttle", "offload_activations", "offload_states", "offload_params"),
+        *("host_budget", "disk"),
+    )
     base = {name: value for name, value in options.items() if name not in offload}
     plain = Training(example, optimizer, zero, base, **step).run()
     offloaded = Training(example, optimizer, zero, options, **step).run()
@@ -122,15 +126,23 @@ def is_at_home(training: Training) -> bool:
 def away(training: Training) -> list[str]:
     """Parameters and state that do not, and whether something else looks at them."""
     memory = training.arena.memory
-    begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+    places = [(memory.data_ptr(), memory.data_ptr() + memory.nbytes)]
+    disk = disk_arena_of(training.optimizer)
+    if disk is not None:
+        places.append((disk.store.address, disk.store.address + disk.num_bytes))
     found = []
     for name, parameter in training.model.named_parameters():
         state = training.optimizer.state[parameter]
         for what, value in (("", parameter), *state.items()):
             tensor = getattr(value, "_local_tensor", value)
-            if tensor.numel() and not begin <= tensor.data_ptr() < end:
+            if tensor.numel() and not any(a <= tensor.data_ptr() < b for a, b in places):
                 found.append(f"{name} {what} {shares_memory(tensor)}")
     return found
+
+
+def held_by(memory: str) -> dict[str, Any]:
+    """Settings of a preset; pieces on disk are small, so that updates take several."""
+    return {"memory": memory, **({"disk": {"chunk_bytes": 4096}} if memory == "infinity" else {})}
 
 
 CASES = pairwise(
@@ -140,7 +152,7 @@ CASES = pairwise(
     [1, 4, 8],
     [None, 0.1],
     [None, "bf16", "fp16"],
-    ["states_host", "all_host", "l2l"],
+    ["states_host", "all_host", "l2l", "infinity"],
     [False, True],
 )
 
@@ -160,7 +172,7 @@ def test_one_rank(
 ) -> None:
     """Whatever updates, in one process."""
     rest = {"micro_batches": micro_batches, "clip_grad_norm": clip, "precision": low}
-    options = {**EAGER, **(VALUES if values else {}), "memory": memory}
+    options = {**EAGER, **(VALUES if values else {}), **held_by(memory)}
     assert trains_alike(example, optimizer, zero, options, **rest)
 
 
@@ -171,7 +183,7 @@ SEVERAL = pairwise(
     [1, 4],
     [None, 0.1],
     [None, "bf16"],
-    ["states_host", "all_host", "l2l"],
+    ["states_host", "all_host", "l2l", "infinity"],
 )
 
 
@@ -190,11 +202,11 @@ def test_two_ranks(
 ) -> None:
     """Each rank holds its own shards on its host."""
     rest = {"micro_batches": micro_batches, "clip_grad_norm": clip, "precision": low}
-    options = {**EAGER, **VALUES, "memory": memory}
+    options = {**EAGER, **VALUES, **held_by(memory)}
     assert all(ranks(2).run(trains_alike, example, optimizer, zero, options, **rest))
 
 
-@pytest.mark.parametrize(("zero", "memory"), [(0, "all_host"), (3, "states_host")])
+@pytest.mark.parametrize(("zero", "memory"), [(0, "all_host"), (3, "states_host"), (3, "infinity")])
 def test_default_settings(ranks: Pools, zero: int, memory: str) -> None:
     """With compiled regions."""
     assert all(ranks(2).run(trains_alike, "gpt", "adamw", zero, {"memory": memory}))
@@ -343,11 +355,11 @@ def simulated_and_measured(zero: int, options: dict[str, Any]) -> tuple[int, int
     return memory.peak_bytes, measured + memory.resident_bytes
 
 
-@pytest.mark.parametrize("memory", ["states_host", "all_host", "l2l"])
+@pytest.mark.parametrize("memory", ["states_host", "all_host", "l2l", "infinity"])
 def test_the_peak_is_the_simulated_one(ranks: Pools, memory: str) -> None:
     """Within five per cent of what torch allocates outside of the arena."""
     values = {"offload_activations": {"share": 1.0, "min_bytes": 1 << 14}}
-    options = {**EAGER, **values, "memory": memory, "gather_ahead": {"enabled": False}}
+    options = {**EAGER, **values, **held_by(memory), "gather_ahead": {"enabled": False}}
     for simulated, measured in ranks(2).run(simulated_and_measured, 3, options):
         assert simulated == pytest.approx(measured, rel=0.05)
 
