@@ -161,7 +161,8 @@ class Recompute(DecidingPass[Repetitions]):
             assert ctx.level is not None
             found = replace(found, values=_with_parts(found, ctx.level.parts))
             if ctx.level.levels is None:
-                ctx.level.levels = levels(found.values, base)
+                by_hand = [_blocks(found, base), range(len(found.values))]
+                ctx.level.levels = levels(found.values, base, by_hand)
             at = ctx.level.levels.at(ctx.level.number)
             # What is cheap and crosses a fence is kept. Not where regions are compiled: what is
             # kept decides on what is fused, and last bits would be others than without a budget.
