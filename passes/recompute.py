@@ -43,6 +43,7 @@ from fxzero.passes.repeat_values import (
     Repetitions,
     cut_parts,
     keep_states,
+    release_unread,
     repeat_in_backward,
 )
 from fxzero.passes.stamp import sink_backward
@@ -276,6 +277,7 @@ class Recompute(DecidingPass[Repetitions]):
                 graph, [nodes[name] for name in value.nodes], made, before=first, states=states
             )
         if made:
+            release_unread(graph, made)
             sink_backward(graph)
         parts = {"in_parts": len(decision.parts)} if decision.parts else {}
         drawn = {"drawn_again": len(states)} if states else {}
