@@ -8,6 +8,11 @@ scratch buffer first, and reduce-scatters by all-reducing everything; there
     all_reduce([g])       →  all_reduce([g])                    in place, if nobody else reads g
 
 The sum over ranks is then taken by each rank for its own rows, in rank order.
+
+A model's own transfers run as they are written. Gloo's threads hold what they have brought until
+they are scheduled again, so that its memory is given back behind the last reader:
+
+    y = wait(all_reduce(x)); z = gelu(y)  →  y = wait(all_reduce(x)); z = gelu(y); release([y])
 """
 
 from __future__ import annotations
@@ -17,15 +22,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import fx
 
-from fxzero.graph import StepGraph
+from fxzero.graph import Lane, Role, StepGraph
 from fxzero.graph.aliases import root, view_base
 from fxzero.graph.launch import Call
+from fxzero.graph.operators import num_bytes, writes_memory
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.passes.base import Context, Fact, Notes, Pass
+from fxzero.passes.release_saved import MIN_BYTES, last_reader
 from fxzero.ranks.groups import backend_of
+from fxzero.regions.cutout import end_of_run
 from fxzero.runtime import collectives
 from fxzero.transfer import Transfer, TransferKind
 
@@ -77,12 +86,47 @@ def lower_transfer(transfer: TransferNodes) -> None:
 
 def runs_on_gloo(transfer: TransferNodes) -> bool:
     """Whether a transfer that a pass has made goes over gloo."""
-    if stamp_of(transfer.launch).made_by == "capture":
-        return False  # the model's own: as its author wrote it
-    if transfer.is_copy:
-        return False
+    return not _is_own(transfer) and not transfer.is_copy and _goes_over_gloo(transfer)
+
+
+def _is_own(transfer: TransferNodes) -> bool:
+    """Whether a transfer is the model's own: it runs as its author wrote it."""
+    return stamp_of(transfer.launch).made_by == "capture"
+
+
+def _goes_over_gloo(transfer: TransferNodes) -> bool:
     on_cpu = transfer.tensors[0].meta["val"].device.type == "cpu"
     return on_cpu and backend_of(transfer.record.group, "cpu") == "gloo"
+
+
+def release_own(graph: StepGraph, *, fuses: bool) -> int:
+    """Give back what the model's own transfers over gloo have brought as soon as it was read;
+    return how many tensors.
+
+    Args:
+        fuses: whether runs of compute will be compiled regions.
+    """
+    own = [
+        transfer
+        for transfer in graph.transfers()
+        if _is_own(transfer)
+        and not writes_memory(transfer.launch)  # what it brings is somebody else's memory
+        and _goes_over_gloo(transfer)
+    ]
+    count = 0
+    for result in (result for transfer in own for result in transfer.results):
+        last = last_reader(result) if result.users else result
+        if last is None or num_bytes(result) < MIN_BYTES:
+            continue
+        count += 1
+        stamp = stamp_of(last).but(lane=Lane.COMPUTE, role=Role.RELEASE, params=(), transfer=None)
+        with graph.graph.inserting_after(end_of_run(last) if fuses else last):
+            graph.call(
+                torch.ops.fxzero.release.default,
+                ([result],),
+                stamp=stamp.but(made_by="lower_transfers"),
+            )
+    return count
 
 
 def lower_transfers(graph: StepGraph) -> int:
@@ -102,4 +146,6 @@ class LowerTransfers(Pass):
 
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
-        return Notes(lowered=lower_transfers(graph))
+        released = release_own(graph, fuses=ctx.fuses)
+        notes = {"released": released} if released else {}
+        return Notes(lowered=lower_transfers(graph), **notes)

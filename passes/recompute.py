@@ -43,6 +43,7 @@ from fxzero.passes.repeat_values import (
     Repetitions,
     cut_parts,
     keep_states,
+    release_unread,
     repeat_in_backward,
 )
 from fxzero.passes.stamp import sink_backward
@@ -161,7 +162,8 @@ class Recompute(DecidingPass[Repetitions]):
             assert ctx.level is not None
             found = replace(found, values=_with_parts(found, ctx.level.parts))
             if ctx.level.levels is None:
-                ctx.level.levels = levels(found.values, base)
+                by_hand = [_blocks(found, base), range(len(found.values))]
+                ctx.level.levels = levels(found.values, base, by_hand)
             at = ctx.level.levels.at(ctx.level.number)
             # What is cheap and crosses a fence is kept. Not where regions are compiled: what is
             # kept decides on what is fused, and last bits would be others than without a budget.
@@ -275,6 +277,7 @@ class Recompute(DecidingPass[Repetitions]):
                 graph, [nodes[name] for name in value.nodes], made, before=first, states=states
             )
         if made:
+            release_unread(graph, made)
             sink_backward(graph)
         parts = {"in_parts": len(decision.parts)} if decision.parts else {}
         drawn = {"drawn_again": len(states)} if states else {}

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from fxzero._compat import copy_node
 from fxzero.errors import ConfigError
-from fxzero.graph import Phase, StepGraph
+from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.operators import can_draw_again
 from fxzero.graph.same_on_ranks import can_be_cut, same_on_ranks
 from fxzero.graph.stamps import set_stamp, stamp_of
@@ -127,6 +127,29 @@ def cut_parts(
         for user in list(node.users):
             if user is not full and stamp_of(user).phase is Phase.BACKWARD:
                 user.replace_input_with(node, full)
+
+
+def release_unread(graph: StepGraph, made: Mapping[fx.Node, fx.Node]) -> None:
+    """End what is gathered again and not read: another rank's backward reads it, so that this one
+    sends its part, and takes what comes.
+
+    Args:
+        made: by forward node, what stands for it in backward.
+    """
+    unread: dict[fx.Node, None] = {}
+    for copy in sorted(made.values(), reverse=True):
+        if all(user in unread for user in copy.users):
+            unread[copy] = None
+    for copy in unread:
+        if stamp_of(copy).lane is not Lane.GATHER:
+            continue  # compute that nobody reads goes by itself
+        last = max((copy, *copy.users))
+        with graph.graph.inserting_after(last), graph.made_for(copy):
+            graph.call(
+                torch.ops.fxzero.release.default,
+                ([copy],),
+                stamp=stamp_of(copy).but(lane=Lane.COMPUTE, role=Role.RELEASE),
+            )
 
 
 def keep_states(

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 import fxzero
@@ -30,11 +31,16 @@ def compiled_step(
     zero: int = 3,
     world_size: int = 8,
     rank: int = 0,
+    mesh_shape: tuple[int, ...] = (),
     optimizer: Callable[[Any], Optimizer] = torch.optim.AdamW,
     options: Mapping[str, Any] = EAGER,
     **settings: Any,
 ) -> Compilation:
-    """Compile one step on one of many ranks that exist only in name."""
+    """Compile one step on one of many ranks that exist only in name.
+
+    Args:
+        mesh_shape: of two axes, replicate and shard; the default is one axis of all ranks.
+    """
     found: list[Compilation] = []
 
     def keep(compilation: Compilation) -> None:
@@ -46,7 +52,8 @@ def compiled_step(
     try:
         with fake_ranks(world_size, rank):
             model, batch = build()
-            fxzero.shard(model, zero=zero)
+            mesh = init_device_mesh("cpu", mesh_shape) if mesh_shape else None
+            fxzero.shard(model, zero=zero, mesh=mesh)
             step = fxzero.compile_step(
                 model, optimizer(model.parameters()), options=dict(options), **settings
             )

@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from fxzero._compat import is_symbolic
+from fxzero.compiler.largest_parts import largest_shape, take_largest_parts
 from fxzero.compiler.level_search import Search, Trial
 from fxzero.compiler.memory_budget import MemoryBudget, mebibytes, too_small
 from fxzero.compiler.run import PassRecord
@@ -130,7 +131,7 @@ class Fitting:
             if agree(self.graph.identity, questions[0], decided) == decided:
                 break
         self._become(trial)
-        # Of all ranks the first one's peak is within the budget; this one's may be a row above.
+        # Of all ranks the first one's peak is within the budget; this one's batch may be another.
         return max(self.budget_bytes, trial.memory.peak_bytes)
 
     def _warn_of_sizes(self) -> None:
@@ -234,16 +235,16 @@ class Fitting:
 
     def _look(self, trial: Trial[Scheduled]) -> None:
         """Simulate a try's memory, by what is known of its regions now."""
-        graph = trial.step.graph
+        graph = trial.step.graph.clone()
         if any(map(runs_on_gloo, graph.transfers())):  # what it holds depends on the backend
-            graph = graph.clone()
             lower_transfers(graph)
+        take_largest_parts(graph)  # whoever answers first answers for all
         trial.memory = simulate_memory(graph, fuses=self.config.fuses)
         question = (
             f"{self.about}: {trial.level} {trial.room} {self.compiled} {self.fixed} "
             f"{self.compilation.pipelines}"
         )
-        peak_bytes = trial.memory.peak_bytes + self.standing_bytes + missing_bytes(graph)
+        peak_bytes = trial.memory.peak_bytes + self.standing_bytes
         trial.peak_bytes = agree(self.graph.identity, question, peak_bytes)
         log.info(
             "memory level %d, room %s: %d bytes at %s, %.0f us",
@@ -285,34 +286,15 @@ def _as_json(room: Room, parts: Parts) -> dict[str, Any]:
 
 def gradients_before(graph: StepGraph) -> int:
     """What the gradients of an earlier backward take: in the ordinary loop there may be some, to be
-    added to; a whole step keeps none."""
+    added to, on the rank with the largest; a whole step keeps none."""
     if graph.loss is not None:
         return 0
     if graph.specs:
         trained = [graph.specs[key] for key in set(graph.gradients.values())]
-        return sum(math.prod(spec.local_shape) * spec.dtype.itemsize for spec in trained)
+        return sum(math.prod(largest_shape(spec)) * spec.dtype.itemsize for spec in trained)
     # In one process parameters are inputs like others.
     outputs = graph.output_values[graph.num_forward_outputs :]
     return sum(num_bytes(node) for node in outputs if isinstance(node, fx.Node))
-
-
-def missing_bytes(graph: StepGraph) -> int:
-    """What a rank with the largest parts of all parameters holds beyond this one: more rows of
-    parameters, their optimizer state and their gradients. Whoever answers first answers for it."""
-    found = 0
-    for node in graph.graph.find_nodes(op="placeholder"):
-        source = node.meta.get("fxzero_source")
-        key = source[1] if source is not None and source[0] == "state" else graph.inputs.get(node)
-        spec = graph.specs.get(key) if key is not None else None
-        if spec is None or not spec.is_padded or not spec.shape:
-            continue
-        if node.meta["val"].shape != spec.local_shape:
-            continue  # a state that is a number has no rows
-        rows = spec.chunk_rows - spec.local_shape[0]
-        row_bytes = math.prod(spec.shape[1:]) * node.meta["val"].element_size()
-        has_gradient = node in graph.inputs and key in graph.gradients.values()
-        found += rows * row_bytes * (2 if has_gradient else 1)
-    return found
 
 
 def batch_shapes(graph: StepGraph) -> list[Any]:

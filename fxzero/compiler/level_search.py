@@ -4,7 +4,8 @@ Passes give up speed for memory in two ways (`fxzero.passes.base.Level`): recomp
 from level to level, and transfers take less room. For a room the first level that fits is looked
 for, from what the last tries came to. The usual room comes first. More of it is tried where
 compute waits for transfers, less where something is repeated or nothing fits; of what fits the
-fastest is taken, by simulation.
+fastest is taken, by simulation. Before it is said that nothing fits, every level behind the steps
+of the others was tried.
 """
 
 from __future__ import annotations
@@ -94,7 +95,15 @@ class Search(Generic[T]):
             found = self._first(there, levels(), at_once=best is not None)
             if found is not None and (best is None or found.step_us < best.step_us):
                 best = found
-        return best
+        return best if best is not None else self._any(levels())
+
+    def _any(self, levels: Levels | None) -> Trial[T] | None:
+        """A level behind all steps that fits, where nothing else does: all of them are tried, in
+        the room that holds least, as none of them says what the next one holds."""
+        room = self.least.room
+        behind = range(levels.last + 1, len(levels)) if levels is not None else ()
+        trials = (self.take(number, room) for number in behind)
+        return next((trial for trial in trials if self._fits(trial)), None)
 
     def _slower(self, one: Trial[T], other: Trial[T]) -> bool:
         return one.step_us > (1 + WORTH) * other.step_us

@@ -22,6 +22,7 @@ from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import tensor_bytes
 from fxzero.graph.pieces import Piece
 from fxzero.regions.region import CACHE
+from fxzero.runtime.random import STATE_BYTES
 
 _formulas: dict[Any, Callable[..., int]] = {}
 
@@ -42,13 +43,16 @@ def workspace_bytes(node: fx.Node) -> int:
     """Bytes that a node's operator holds while it runs, its arguments and results aside."""
     target: Any = node.target
     arguments = node.args
+    state_bytes = 0
     if getattr(target, "draws_again", False):  # the same operator, behind its generator's state
+        # What the generator goes on with is kept meanwhile, in the host's memory.
+        state_bytes = STATE_BYTES["cpu"] if target.device == "cpu" else 0
         target, arguments = target.target, arguments[1:]
     formula = _formulas.get(getattr(target, "overloadpacket", None)) if _formulas else None
     if formula is None:
-        return promoted_bytes(node)
+        return promoted_bytes(node) + number_bytes(node) + state_bytes
     args, kwargs = fx.map_arg((arguments, node.kwargs), lambda n: hinted_value(n.meta["val"]))
-    return formula(*args, **kwargs)
+    return formula(*args, **kwargs) + state_bytes
 
 
 def promoted_bytes(node: fx.Node) -> int:
@@ -65,6 +69,18 @@ def promoted_bytes(node: fx.Node) -> int:
         return 0
     common = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
     return sum(hint(t.numel()) * common.itemsize for t in tensors if t.dtype != common)
+
+
+def number_bytes(node: fx.Node) -> int:
+    """What numbers among a pointwise operator's arguments take on CPU, at most: most become tensors
+    of eight bytes, and of the dtype in which the operator computes."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.pointwise not in node.target.tags:
+        return 0
+    tensors = [v for n in node.all_input_nodes if isinstance(v := n.meta.get("val"), Tensor)]
+    if not tensors or tensors[0].device.type != "cpu":
+        return 0
+    numbers = sum(isinstance(value, (int, float)) for value in node.args)
+    return numbers * (8 + max(tensor.element_size() for tensor in tensors))
 
 
 _WITH_MASK = ("where", "masked_fill")
@@ -126,8 +142,13 @@ def batch_norm_backward_workspace(gradient: Tensor, x: Tensor, *_: Any, **__: An
     return tensor_bytes(x) if x.device.type == "cpu" else 0
 
 
-@register_workspace_formula(_aten.native_dropout)
 @register_workspace_formula(_aten.native_dropout_backward)
+def dropout_backward_workspace(gradient: Tensor, *_: Any, **__: Any) -> int:
+    """The mask in the gradient's dtype, on CPU, and the scale as a tensor, in two dtypes."""
+    return one_more(gradient) + 8 + gradient.element_size() if gradient.device.type == "cpu" else 0
+
+
+@register_workspace_formula(_aten.native_dropout)
 @register_workspace_formula(_aten.logsumexp)
 def one_more(x: Tensor, *_: Any, **__: Any) -> int:
     """Something as large as the first argument, on CPU."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -202,6 +203,7 @@ def _gather_us(graph: StepGraph, marker: fx.Node, costs: CostModel) -> float:
     if spec.shard_group is None or spec.zero < 3:
         return 0.0
     (shard,) = marker.all_input_nodes
-    return sum(
-        costs.transfer(record_for(kind, axis, shard)).wire_us for kind, axis in spec.layout.gathers
-    )
+    # By the largest part: ranks with fewer rows send padding, and decide alike.
+    part_bytes = spec.chunk_rows * math.prod(spec.shape[1:]) * shard.meta["val"].element_size()
+    records = (record_for(kind, axis, shard) for kind, axis in spec.layout.gathers)
+    return sum(costs.transfer(replace(r, full_bytes=r.size * part_bytes)).wire_us for r in records)

@@ -8,13 +8,14 @@ fronts, and of equal ones those whose backward comes last; the last segment, who
 at once, is the last to be repeated. Each step of that order is a level.
 
 Behind them come levels of fewer, longer segments, everything in them repeated: less is kept, more
-is repeated at once. Which of the two holds more, only a simulation of the whole step tells.
+is repeated at once. Which of the two holds more, only a simulation of the whole step tells. Last
+come choices that somebody could make by hand: no budget that one of them keeps is refused.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -69,7 +70,7 @@ class Levels:
     """By segment and point."""
     steps: list[Step] = field(default_factory=list)
     longer: list[Chosen] = field(default_factory=list)
-    """The levels behind all steps, the shortest segments first."""
+    """The levels behind all steps, the shortest segments first, and choices by hand."""
 
     def __len__(self) -> int:
         return len(self.steps) + 1 + len(self.longer)
@@ -104,11 +105,14 @@ class Levels:
         return [closure(self.values, at.repeated, at.in_parts).kept_bytes for at in every]
 
 
-def levels(values: Sequence[Value], base: Collection[int] = ()) -> Levels:
+def levels(
+    values: Sequence[Value], base: Collection[int] = (), by_hand: Iterable[Collection[int]] = ()
+) -> Levels:
     """All levels of a forward, cheapest steps first.
 
     Args:
         base: what is repeated at level 0 where it does not cross a fence: it costs next to nothing.
+        by_hand: what is repeated at the last levels, one for each.
     """
     splits = splits_of(values)
     best = min(splits, key=lambda split: split.held_bytes)
@@ -131,6 +135,11 @@ def levels(values: Sequence[Value], base: Collection[int] = ()) -> Levels:
             kept_bytes = split.kept_bytes
             inside = frozenset(i for i in range(len(values)) if i not in split.crossing)
             found.longer.append(Chosen(inside, split.crossing))
+    for repeated in by_hand:
+        kept = frozenset(range(len(values))).difference(repeated)
+        chosen = Chosen(frozenset(repeated), kept)
+        if chosen not in found.longer:
+            found.longer.append(chosen)
     return found
 
 

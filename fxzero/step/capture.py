@@ -25,6 +25,7 @@ from fxzero.compiler.config import Config
 from fxzero.compiler.pipelines import step_passes
 from fxzero.errors import CaptureError, ConfigError
 from fxzero.graph import StepGraph
+from fxzero.graph.node_text import source_line
 from fxzero.graph.steady import UNROLLED, NotSteadyError
 from fxzero.graph.writes import refuse_writes
 from fxzero.passes.base import Context
@@ -205,6 +206,7 @@ def find_loss(graph: StepGraph) -> None:
             f"{[type(d).__name__ for d in descriptions[: graph.num_forward_outputs]]}. Use the "
             "ordinary loop with torch.compile(model, backend='fxzero')."
         )
+    refuse_changed_parameters(graph)
     graph.loss = losses[0]
     graph.graph.set_codegen(fx.graph.CodeGen())  # inputs one by one, not primals and tangents
     for node in graph.graph.nodes:
@@ -213,6 +215,28 @@ def find_loss(graph: StepGraph) -> None:
                 f"the forward changes its input {node.args[0]} in place ({node.target}). Use the "
                 "ordinary loop with torch.compile(model, backend='fxzero')."
             )
+
+
+def refuse_changed_parameters(graph: StepGraph) -> None:
+    """See that no parameter changes but by its update, which reads it as it was before the step.
+
+    Raises:
+        CaptureError: the forward changes one that has a gradient.
+    """
+    trained = set(graph.gradients.values())
+    for position, source in graph.changed.items():
+        key = graph.inputs.get(source)
+        if key not in trained:
+            continue
+        value = graph.output_values[position]
+        line = source_line(value) if isinstance(value, fx.Node) else ""
+        raise CaptureError(
+            f"the forward changes the parameter {graph.specs[key].name} in place"
+            f"{f' at {line}' if line else ''}, as nn.Embedding(max_norm=…) does; in one step graph "
+            "only the optimizer changes what it updates. Use the ordinary loop with "
+            "torch.compile(model, backend='fxzero'), or renormalise between two steps, under "
+            "torch.no_grad(): embedding.weight.renorm_(2, 0, max_norm)."
+        )
 
 
 def is_opaque(node: fx.Node) -> bool:

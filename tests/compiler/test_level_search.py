@@ -102,6 +102,21 @@ def test_longer_segments() -> None:
         assert tries <= most
 
 
+def test_every_level_behind_the_steps_is_tried_before_nothing_fits() -> None:
+    """Also behind one that holds more, in the room that holds least; not where something fits."""
+    kept = [100, 90, 80, 70, 60, 50, 40, 30]
+    peaks = [100, 90, 80, 70, 75, 65, 99, 50]
+    trial, _ = search(peaks, kept, 50, longer=4, rooms=frozenset({Room.USUAL}))
+    assert trial is not None
+    assert trial.level == 7
+    trial, _ = search(peaks, kept, 45, longer=4)
+    assert trial is not None
+    assert (trial.level, trial.room) == (7, Room.LEAST)
+    assert search(peaks, kept, 44, longer=4)[0] is None
+    _, tries = search(peaks, kept, 70, longer=4)
+    assert tries <= 4
+
+
 KEPT = list(range(100, 50, -10))
 
 

@@ -11,14 +11,19 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 
 import fxzero
+from examples.benchmarks.measure import allocated_peak_bytes
+from fxzero.compiler.compilation import Compilation, observers
 from fxzero.cost import FixedCosts
 from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.stamps import stamp_of
+from fxzero.graph.verify import verify
 from fxzero.inspect.capture import fake_ranks
+from fxzero.passes import lower_transfers
+from fxzero.passes.lower_transfers import release_own
 from fxzero.regions.cutout import is_lowerable
 from fxzero.runtime.account import collectives_digest
 from fxzero.schedule.inventory import Inventory
-from fxzero.schedule.simulate import simulate
+from fxzero.schedule.simulate import simulate, simulate_memory
 from fxzero.transfer import TransferKind
 from tests.parity.harness import Pools
 from tests.tracing import Build, of, run, trace, up_to
@@ -199,3 +204,76 @@ def test_training_is_eager_training(
     for ours, theirs in ranks(world).run(train, name, zero, door, backend):
         for a, b in zip(ours, theirs, strict=True):
             assert (a - b).abs().max() <= 1e-12 * b.abs().max()
+
+
+class Reduced(nn.Module):
+    """Adds its layers' results up over ranks, forward and backward, and returns the last."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, width) → scalar, and what nobody but the caller reads."""
+        for layer in self.layers:
+            x = x + funcol.all_reduce(layer(x), "sum", _world())
+        return x.square().mean(), funcol.all_reduce(x.detach(), "sum", _world())
+
+
+def test_what_gloo_has_brought_ends_behind_its_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what is returned; on other backends nothing is added."""
+    for backend in ("fake", "gloo"):
+        monkeypatch.setattr(lower_transfers, "backend_of", lambda *_, name=backend: name)
+        graph = trace(of(Reduced, 32, 64), zero=0)
+        with fake_ranks(8):
+            run(graph, up_to("prefetch"))
+            released = release_own(graph, fuses=False)
+        results = [
+            result
+            for transfer in graph.transfers()
+            if stamp_of(transfer.launch).made_by == "capture"
+            for result in transfer.results
+        ]
+        ends = [
+            user
+            for result in results
+            for user in result.users
+            if user.op == "call_function" and stamp_of(user).role is Role.RELEASE
+        ]
+        assert released == len(ends) == (len(results) - 1 if backend == "gloo" else 0)
+        assert all(max(end.args[0][0].users) is end for end in ends)
+        verify(graph, {"stamped", "gathered", "cut"}, after="lower_transfers")
+
+
+def held_by_gloo() -> tuple[int, list[int]]:
+    """Job: what a step is simulated to hold, and what several have held."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = fxzero.shard(Reduced(), zero=3)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    found: list[Compilation] = []
+
+    def keep(compilation: Compilation) -> None:
+        compilation.keep_graphs = True
+        found.append(compilation)
+
+    observers.append(keep)
+    settings = {"lower_regions": {"backend": "eager"}, "gather_ahead": {"enabled": False}}
+    step = fxzero.compile_step(model, optimizer, lambda out, _: out[0], options=settings)
+    batch = torch.randn(512, 64)
+    try:
+        step(batch, batch)
+    finally:
+        observers.remove(keep)
+    (graph,) = [c.joint for c in found if c.joint is not None]
+    memory = simulate_memory(graph, fuses=False)
+    held = [
+        allocated_peak_bytes(lambda: step(batch, batch)) + memory.resident_bytes for _ in range(4)
+    ]
+    return memory.peak_bytes, held
+
+
+def test_gloo_holds_nothing_that_is_over(ranks: Pools) -> None:
+    """Its threads let go of tensors when they are scheduled, which may be any time later."""
+    for simulated, held in ranks(2).run(held_by_gloo):
+        assert max(held) <= simulated

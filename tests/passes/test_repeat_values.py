@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import fxzero
 from fxzero.errors import ConfigError, RanksDisagreeError, VerificationError
 from fxzero.graph import Lane, Phase, StepGraph
+from fxzero.graph.cut import cut
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.graph.verify import verify
 from fxzero.passes import Context, Fact, Prefetch, Recompute
@@ -60,6 +62,13 @@ dropped = of(Dropped, 1536, 64)
 expanded = of(Expanded, 4, 70)
 AGAIN = Recompute(repeat=("dropout_mask", "aten.randn_like"))
 PARTS = Recompute(partition=("aten.mm",))
+
+
+def stamped(build: Build) -> tuple[StepGraph, Context]:
+    """A graph before `recompute`, of a model whose input has a gradient."""
+    graph, context = trace(build, zero=3), Context()
+    run(graph, up_to("draw_masks"), context)
+    return graph, context
 
 
 def partitioned(build: Build = expanded, last: str = "prefetch", **setup: object) -> StepGraph:
@@ -176,6 +185,40 @@ def test_a_gather_of_something_else() -> None:
         verify(graph, _ALL, after="my_pass")
     cut.args = (value, size, group)
     verify(graph, _ALL, after="my_pass")
+
+
+class Halves(nn.Module):
+    """Two dear functions of a parameter, of which some ranks' backward reads but one."""
+
+    def __init__(self, both: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(70))
+        self.scale = nn.Parameter(torch.ones(70))
+        self.both = both
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(70, 70) → scalar."""
+        first, second = self.weight @ self.weight, self.weight.t() @ self.weight
+        x = x * self.scale
+        other = x * second if self.both else x + second
+        return (x * first).sum() + other.sum()
+
+
+def test_what_only_other_ranks_read_again() -> None:
+    """Comes and goes: what one rank decides on is right for all, and they run the same."""
+    both, one = (of(partial(Halves, b), 70, 70) for b in (True, False))
+    decision = Recompute(partition=("aten.mm",)).decide(*stamped(both))
+    assert len(decision.parts) == 2
+    found = []
+    for build in (both, one):
+        graph, context = stamped(build)
+        Recompute().apply(graph, decision, context)
+        found.append(cut(graph, set()).backward)
+    for backward, released in zip(found, (0, 1), strict=True):
+        gathers = [t for t in backward.transfers() if t.of_activations]
+        assert len(gathers) == 2
+        assert all(transfer.results for transfer in gathers)
+        assert len(find(backward, torch.ops.fxzero.release.default)) == released
 
 
 def test_a_plan_for_what_ranks_do_not_share() -> None:

@@ -218,9 +218,10 @@ def simulated_workspace(operator: Any, *args: Any) -> int:
 def measured_workspace(operator: Any, *args: Any) -> int:
     """What it allocates at most, without its result."""
     operator(*args)
-    kept: list[Tensor] = []
+    kept: list[Any] = []
     peak = allocated_peak_bytes(lambda: kept.append(operator(*args)))
-    return peak - kept[0].untyped_storage().nbytes()
+    results = kept[0] if isinstance(kept[0], tuple) else kept
+    return peak - sum(result.untyped_storage().nbytes() for result in results)
 
 
 REAL, COMPLEX = (8, 64, 100), (8, 64, 65)
@@ -260,6 +261,13 @@ CHANNELS_LAST = torch.randn(2, 8, 16, 16).to(memory_format=torch.channels_last)
             id="nearest",
         ),
         pytest.param(
+            _aten.native_dropout_backward.default,
+            (torch.randn(64, 64), torch.rand(64, 64) > 0.5, 2.0),
+            id="dropout-backward",
+        ),
+        pytest.param(_aten.mul.Tensor, (torch.randn(64, 64), 2.0), id="number"),
+        pytest.param(_aten.div.Scalar, (torch.randn(64, 64).double(), 3), id="number-double"),
+        pytest.param(
             _aten.upsample_nearest2d.default, (CHANNELS_LAST, [32, 32]), id="nearest-channels-last"
         ),
     ],
@@ -269,13 +277,13 @@ def test_what_operators_hold_while_they_run(operator: Any, args: tuple[Any, ...]
     assert simulated_workspace(operator, *args) == measured_workspace(operator, *args)
 
 
-def test_an_operator_that_draws_again_holds_what_it_held_before() -> None:
-    """Behind its generator's state, which is its first argument."""
+def test_what_an_operator_holds_that_draws_again() -> None:
+    """What it held before, and the state with which its generator goes on: to the byte."""
     x, state = torch.randn(64, 64), torch.get_rng_state()
     dropout = _aten.native_dropout.default
-    expected = simulated_workspace(dropout, x, 0.5, True)
-    assert expected > 0
-    assert simulated_workspace(DrawAgain(dropout, "cpu"), state, x, 0.5, True) == expected
+    again = DrawAgain(dropout, "cpu")
+    for operator, args in ((dropout, (x, 0.5, True)), (again, (state, x, 0.5, True))):
+        assert simulated_workspace(operator, *args) == measured_workspace(operator, *args)
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 9.0])

@@ -77,6 +77,17 @@ def test_longer_segments_come_last() -> None:
     assert crossing[-1] == 0
 
 
+def test_what_somebody_could_choose_by_hand_comes_last() -> None:
+    """Once: everything repeated is what the longest of segments comes to."""
+    values = chain_of_layers(6)
+    some, every = {2, 6}, set(range(len(values)))
+    alone, found = levels(values), levels(values, by_hand=[some, every])
+    assert len(found) == len(alone) + 1
+    assert all(found.at(level) == alone.at(level) for level in range(len(alone)))
+    assert found.at(len(found) - 1).repeated == some
+    assert found.at(len(found) - 1).in_parts == every - some
+
+
 def test_fences_stand_where_little_crosses() -> None:
     """Behind a layer, not within."""
     values = chain_of_layers(8)

@@ -610,6 +610,23 @@ def test_sparse_gradients() -> None:
         step(*next(batches()))
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_an_embedding_that_renormalises_is_refused(micro_batches: int) -> None:
+    """It writes to its weight in the forward; the message says where, and what to do."""
+    model = nn.Sequential(nn.Embedding(11, 4, max_norm=1.0), nn.Linear(4, 4))
+    step = fxzero.compile_step(
+        model,
+        fused_adamw(model.parameters()),
+        lambda output, _: output.square().mean(),
+        options=EAGER,
+        micro_batches=micro_batches,
+    )
+    tokens = torch.arange(8)
+    message = r"changes the parameter 0\.weight in place.*max_norm.*ordinary loop.*renorm_\("
+    with pytest.raises(fxzero.CaptureError, match=message):
+        step(tokens, tokens)
+
+
 def test_hooks_that_come_later(notes: list[str]) -> None:
     """Of modules and of the optimizer: from the next step on they run."""
     model = Root()
