@@ -78,9 +78,10 @@ def _wrong_content(update: fx.Node, read: TransferNodes, write: TransferNodes) -
     moved: list[Any] = [*params, *chain.from_iterable(state[: len(bucket.names)])]
     on_disk = [node for node in moved if stamp_of(node).pool is Pool.DISK]
     moved_bytes = sum(map(num_bytes, moved))
+    reads: Any = read.launch.target
     if (
         list(read.launch.args[:2]) != [params, state]
-        or getattr(read.launch.target, "bucket", None) is not bucket
+        or reads.bucket is not bucket
         or bucket.keys != stamp_of(update).params
         or len(on_disk) != len(moved)
     ):
