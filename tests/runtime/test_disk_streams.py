@@ -10,7 +10,11 @@ import errno
 import gc
 import io
 import os
+import signal
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -334,3 +338,32 @@ def test_updates_take_their_pieces_from_the_stream(
     monkeypatch.setattr(disk_streams.States, "update", count)
     both[1].run()
     assert counted == [3, 3, 3]
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from fxzero.runtime.disk_streams import StoredUpdate
+from tests.runtime.test_disk_streams import DISK, Training
+
+folder = sys.argv[1]
+training = Training({**DISK, "disk": {"paths": [folder + "/disk"], "chunk_bytes": 4096}}).run(2)
+torch.save((training.model.state_dict(), training.optimizer.state_dict()), folder + "/saved.pt")
+StoredUpdate.__call__ = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+training.run()
+"""
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """Inside of a step; nothing is left on disk, and the bits are those of a run that goes on."""
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    killed = subprocess.run(command, check=False, cwd=Path(__file__).parents[2])
+    assert killed.returncode == -signal.SIGKILL
+    assert not list((tmp_path / "disk").iterdir())
+    model, optimizer = torch.load(tmp_path / "saved.pt")
+    torch.set_num_threads(1)
+    whole, resumed = Training(EAGER).run(2), Training(DISK)
+    resumed.model.load_state_dict(model)
+    resumed.optimizer.load_state_dict(optimizer)
+    resumed.losses = list(whole.losses)
+    assert same(whole.run(2), resumed.run(2))
