@@ -7,6 +7,7 @@ A GPT in fp32 with AdamW by `fxzero.compile_step`, in one process on one thread,
     none         all of it on the device
     states_host  optimizer state and masters on the host, updated there (ZeRO-Offload)
     all_host     and parameters on the device where they are used alone (ZeRO-3 Offload)
+    infinity     and all of it on disk: on the host is what is on its way (ZeRO-Infinity)
     activations  what forward saves for backward goes to the host and comes back, as far as there is
                  time for it
 
@@ -14,9 +15,10 @@ With `--deepspeed` also DeepSpeed's ZeRO-3 with optimizer and parameters on the 
 fxzero's all_host without anything held back, as DeepSpeed's copies are not.
 
 On CPU a device's memory is plain memory too: copies are held back to `--rate`, which is what a bus
-of that bandwidth would do. The bound of a step is the longest of what runs side by side: compute
-(the step without offload), bytes down and bytes up over the rate, and the updates by themselves.
-Peaks are of what torch allocates outside of the arena, beside what the plan says.
+of that bandwidth would do, and the disk to `--disk-rate` each way. The bound of a step is the
+longest of what runs side by side: compute (the step without offload), bytes down, up, read and
+written over their rates, and the updates by themselves. Peaks are of what torch allocates outside
+of the arena, beside what the plan says.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from examples.benchmarks.measure import allocated_peak_bytes, timed_s
 from examples.benchmarks.report import machine, table, write_json
 from examples.models import gpt_bench
 from fxzero.compiler.compilation import Compilation, observers
+from fxzero.cost.throttle import Throttle
 from fxzero.graph import Lane
 from fxzero.schedule.simulate import simulate_memory
 
@@ -48,8 +51,11 @@ MODES: dict[str, dict[str, Any]] = {
     "none": {},
     "states_host": {"memory": "states_host"},
     "all_host": {"memory": "all_host"},
+    "infinity": {"memory": "infinity"},
     "activations": {"offload_activations": {"share": 1.0, "min_bytes": 1 << 18}},
 }
+
+LANES = ("h2d", "d2h", "read", "write")
 
 
 @dataclass
@@ -62,19 +68,25 @@ class Contender:
     simulated_bytes: int
     host_bytes: int
     resident_bytes: int
-    up_bytes: int
-    down_bytes: int
+    moved_bytes: dict[str, int]
+    """By lane."""
 
 
 def made(
-    name: str, shape: dict[str, int], batch_size: int, rate: str, settings: dict[str, Any]
+    name: str,
+    shape: dict[str, int],
+    batch_size: int,
+    rate: str,
+    disk_rate: str,
+    settings: dict[str, Any],
 ) -> Contender:
     """Compile a step, and read what its graph holds and moves."""
     torch.manual_seed(0)
     model = gpt_bench(**shape)
     batch = model.example_inputs(batch_size)
     optimizer = torch.optim.AdamW(model.parameters())
-    throttle = {"throttle": {"h2d": rate, "d2h": rate}} if settings else {}
+    throttle = {"h2d": rate, "d2h": rate, "read": disk_rate, "write": disk_rate}
+    options = {**settings, "throttle": throttle} if settings else {}
     found: list[Compilation] = []
 
     def keep(compilation: Compilation) -> None:
@@ -82,7 +94,7 @@ def made(
         found.append(compilation)
 
     observers.append(keep)
-    step = fxzero.compile_step(model, optimizer, options={**settings, **throttle})
+    step = fxzero.compile_step(model, optimizer, options=options)
     out = [step(*batch) for _ in range(2)][-1]
     observers.remove(keep)
     (compilation,) = [c for c in found if c.joint is not None]
@@ -90,7 +102,7 @@ def made(
     memory = simulate_memory(compilation.joint, fuses=True)
     moved = {
         lane: sum(t.record.full_bytes for t in compilation.joint.transfers(name=lane))
-        for lane in ("h2d", "d2h")
+        for lane in LANES
     }
     return Contender(
         name,
@@ -99,8 +111,7 @@ def made(
         memory.peak_bytes,
         memory.host_bytes,
         memory.resident_bytes,
-        moved["h2d"],
-        moved["d2h"],
+        moved,
     )
 
 
@@ -173,6 +184,9 @@ def main(
     hidden: Annotated[int, typer.Option(help="Its width.")] = 512,
     batch_size: Annotated[int, typer.Option(help="Sequences of 256 tokens.")] = 4,
     rate: Annotated[str, typer.Option(help="What copies are held back to, each way.")] = "200MB/s",
+    disk_rate: Annotated[
+        str, typer.Option(help="What the disk is held back to, each way.")
+    ] = "500MB/s",
     repeats: Annotated[int, typer.Option(help="Steps of each, in turns.")] = 5,
     with_deepspeed: Annotated[
         bool, typer.Option("--deepspeed", help="Beside DeepSpeed (pip install '.[peers]').")
@@ -183,12 +197,14 @@ def main(
     facts = machine("offload.py", "cpu")
     torch.set_num_threads(1)
     shape = {"num_layers": layers, "hidden": hidden, "num_heads": 8}
-    contenders = [made(name, shape, batch_size, rate, mode) for name, mode in MODES.items()]
+    contenders = [
+        made(name, shape, batch_size, rate, disk_rate, mode) for name, mode in MODES.items()
+    ]
     alone_s = update_s(shape)
     steps = {contender.name: contender.step for contender in contenders}
     if with_deepspeed:
         steps["all_host, as fast as it goes"] = made(
-            "", shape, batch_size, "", MODES["all_host"]
+            "", shape, batch_size, "", "", MODES["all_host"]
         ).step
     times: dict[str, list[float]] = {name: [] for name in steps}
     peer, theirs = start_deepspeed(shape, batch_size) if with_deepspeed else (None, None)
@@ -201,15 +217,15 @@ def main(
     if peer is not None:
         peer.kill()
     compute_s = median(times["none"])
-    bytes_per_s = fxzero.Config.from_options({"throttle": {"h2d": rate}}).throttle.bytes_per_s(
-        Lane.H2D
-    )
+    throttle = Throttle(h2d=rate, d2h=rate, read=disk_rate, write=disk_rate)
     rows: list[dict[str, Any]] = []
     for contender in contenders:
         bounds = {
             "compute": compute_s,
-            "down": contender.down_bytes / bytes_per_s,
-            "up": contender.up_bytes / bytes_per_s,
+            **{
+                lane: contender.moved_bytes[lane] / throttle.bytes_per_s(Lane(lane))
+                for lane in LANES
+            },
             "update": alone_s if contender.name != "none" else 0.0,
         }
         bound = max(bounds, key=bounds.__getitem__)
@@ -255,7 +271,11 @@ def main(
     losses = {row["loss"] for row in rows if "loss" in row}
     print("losses are equal" if len(losses) == 1 else f"losses differ: {sorted(losses)}")
     if json is not None:
-        write_json(json, {**facts, "shape": shape, "batch": batch_size, "rate": rate}, rows)
+        write_json(
+            json,
+            {**facts, "shape": shape, "batch": batch_size, "rate": rate, "disk_rate": disk_rate},
+            rows,
+        )
 
 
 if __name__ == "__main__":

@@ -39,8 +39,11 @@ def print_analysis(console: Console, analysis: Analysis) -> None:
         f"{analysis.wire_elements():,} elements on the wire = {ratio:.3f} P"
     )
     up, down = analysis.num_bytes("h2d"), analysis.num_bytes("d2h")
-    if up or down:
-        console.print(f"and of its own: {size(up)} copied to the device, {size(down)} to the host")
+    read, written = analysis.num_bytes("read"), analysis.num_bytes("write")
+    if up or down or read:
+        moved = f"{size(up)} copied to the device, {size(down)} to the host"
+        disk = f", {size(read)} read from disk, {size(written)} written" if read else ""
+        console.print(f"and of its own: {moved}{disk}")
     for row in analysis.schedules:
         print_schedule(console, row)
     for report in analysis.memory:
@@ -56,7 +59,8 @@ def print_schedule(console: Console, row: ScheduleRow) -> None:
         f"graph {row.graph}, simulated ({row.costs}): {row.makespan_us / 1e3:,.2f} ms, of which "
         f"{row.exposed_us / 1e3:,.2f} waiting for transfers; busy: {busy or 'nothing'}\n"
         f"  peak {size(row.peak_bytes)} at {row.peak_node}: {held}"
-        + (f"\n  in the host's memory: {size(row.host_bytes)}" if row.host_bytes else ""),
+        + (f"\n  in the host's memory: {size(row.host_bytes)}" if row.host_bytes else "")
+        + (f", on disk: {size(row.disk_bytes)}" if row.disk_bytes else ""),
         highlight=False,
     )
 

@@ -14,6 +14,7 @@ from fxzero.inspect.capture import Capture
 from fxzero.inspect.memory import MemoryReport
 from fxzero.passes.lower_regions import RegionBackend
 from fxzero.schedule.simulate import simulate, simulate_memory
+from fxzero.transfer import Pool, Transfer
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ class ScheduleRow:
     """What the peak is made of."""
     peak_node: str
     host_bytes: int = 0
-    """What is held in the host's memory meanwhile: all else is the device's."""
+    """What is held in the host's memory meanwhile."""
+    disk_bytes: int = 0
+    """What is held on disk: all else is the device's."""
 
     @staticmethod
     def of(number: int, compilation: Compilation) -> ScheduleRow | None:
@@ -90,6 +93,7 @@ class ScheduleRow:
             bytes_by_kind=memory.by_kind(),
             peak_node=memory.peak_node,
             host_bytes=memory.host_bytes,
+            disk_bytes=memory.disk_bytes,
         )
 
 
@@ -154,7 +158,7 @@ class Analysis:
 
     def num_bytes(self, lane: str) -> int:
         """Bytes that one lane moves in a step, a norm's single number included; of ``h2d`` and
-        ``d2h`` what is copied between this rank's pools."""
+        ``d2h``, ``read`` and ``write`` what moves between this rank's pools."""
         return sum(row.num_bytes * row.runs for row in self.transfers if row.lane == lane)
 
     def to_json(self) -> dict[str, Any]:
@@ -196,7 +200,7 @@ def _transfer_row(number: int, graph: StepGraph, transfer: TransferNodes) -> Tra
         bucket=stamp.bucket,
         phase=stamp.phase.value,
         lane=stamp.lane.value,
-        operator="copy to " + record.target.value if transfer.is_copy else record.kind.value,
+        operator=_way(record) if transfer.is_copy else record.kind.value,
         layer=stamp.layer,
         params=tuple(graph.specs[key].name for key in stamp.params),
         num_elements=record.full_bytes // record.dtype.itemsize,
@@ -204,3 +208,8 @@ def _transfer_row(number: int, graph: StepGraph, transfer: TransferNodes) -> Tra
         between_ranks=not transfer.is_copy,
         runs=runs_of(graph, stamp),
     )
+
+
+def _way(copy: Transfer) -> str:
+    """Between which pools a copy goes."""
+    return f"copy to {copy.target}" + (" from disk" if copy.source is Pool.DISK else "")

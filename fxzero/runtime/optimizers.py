@@ -228,7 +228,9 @@ def _take_no_memory(state: Mapping[str, Any], freed_bytes: int) -> int:
         if not isinstance(value, torch.Tensor) or not value.numel():
             continue
         tensor = local_of(value)
-        if tensor.device.type != "cpu" or tensor.nbytes < BLOCK or bool(tensor.any()):
+        if _compat.is_fake(tensor) or tensor.device.type != "cpu":
+            continue
+        if tensor.nbytes < BLOCK or bool(tensor.any()):
             continue
         freed_bytes += tensor.nbytes
         own = torch.frombuffer(pages(tensor.nbytes), dtype=tensor.dtype)

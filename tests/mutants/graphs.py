@@ -20,6 +20,7 @@ from tests.tracing import scheduled, sides
 KEEP_ALL = 1 << 30
 SLOW_LINK = {"cost": {"cluster": "pair_1gbit"}}
 ON_HOST = {**EAGER, "memory": "states_host"}
+ON_DISK = {**EAGER, "memory": "infinity"}
 _SIDE = {Fact.STAMPED, Fact.GATHERED, Fact.CUT}
 
 
@@ -132,6 +133,10 @@ GRAPHS: dict[str, Callable[[], None]] = {
     ),
     "step with state on the host, of one process": functools.partial(
         step_graph, reads_ahead, zero=0, world_size=1, options=ON_HOST
+    ),
+    "step with state on disk": functools.partial(_step, zero=3, options={**ON_DISK, "bucket": {}}),
+    "step with state on disk, a bucket a layer": functools.partial(
+        step_graph, chain_of(6, 16), zero=0, world_size=1, options=ON_DISK
     ),
     "step that keeps parameters": _kept,
     "step with gathers ahead": _ahead,

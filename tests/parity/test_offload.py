@@ -310,10 +310,11 @@ def test_gradients_that_are_not_finite_stop_before_anything_changes() -> None:
     assert same(plain, host)
 
 
-def test_within_a_memory_budget() -> None:
-    """The budget is the device's: what the host holds is not in it."""
+@pytest.mark.parametrize("memory", ["all_host", "infinity"])
+def test_within_a_memory_budget(memory: str) -> None:
+    """The budget is the device's: what the host holds is not in it, nor the disk."""
     plain = Training("gpt", "adamw", None, {**EAGER}).run()
-    options = {**EAGER, "memory": "all_host", "memory_budget": "400KiB"}
+    options = {**EAGER, **held_by(memory), "memory_budget": "400KiB"}
     assert same(plain, Training("gpt", "adamw", None, options).run())
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.mutants.fault import Fault
 from tests.mutants.faults import (
+    disk,
     equal_layers,
     gathers,
     identity,
@@ -27,4 +28,5 @@ FAULTS: tuple[Fault, ...] = (
     *memory_and_ranks.FAULTS,
     *equal_layers.FAULTS,
     *offload.FAULTS,
+    *disk.FAULTS,
 )

@@ -1,0 +1,128 @@
+"""What is on disk: files, pieces on their way, and what somebody else writes to them."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+
+_STREAMS = "tests/runtime/test_disk_streams.py"
+_STORE = "tests/disk/test_store.py"
+
+FAULTS = (
+    Fault(
+        "an update on disk is read, and not written",
+        "passes/join_copies.py",
+        "update.args = (params, grads, state, *others, arrived)",
+        "update.args = (params, grads, state, *others)",
+        "verify: step with state on disk",
+        "is not read",
+    ),
+    Fault(
+        "something runs between a read and its update",
+        "passes/join_copies.py",
+        "with graph.graph.inserting_after(update), graph.made_for(update):\n        done",
+        "with graph.graph.inserting_before(graph.output), graph.made_for(update):\n        done",
+        "verify: step with state on disk",
+        "something stands between",
+    ),
+    Fault(
+        "a gradient arrives where another one is still to be used",
+        "passes/gradient_places.py",
+        "copy.launch.update_arg(5, [updates[i] for i in behind])",
+        "copy.launch.update_arg(5, [])",
+        "verify: step with state on disk, a bucket a layer",
+        "has copied what is still to be read",
+    ),
+    Fault(
+        "half of a place is forgotten when it is taken",
+        "passes/gradient_places.py",
+        "left += [(max(a, end), b, i) for a, b, i in held]",
+        "left += []",
+        "tests/passes/test_gradient_places.py::test_nothing_is_copied_over_before_it_was_used",
+    ),
+    Fault(
+        "what is brought is another parameter's",
+        "fxzero/runtime/disk_streams.py",
+        "self.wanted = tuple(bucket.keys.index(key) for key in keys)",
+        "self.wanted = tuple(bucket.keys.index(key) for key in reversed(keys))",
+        f"{_STREAMS}::test_what_is_on_disk_is_read_from_disk",
+    ),
+    Fault(
+        "an update takes its gradient's beginning for every piece",
+        "fxzero/runtime/disk_streams.py",
+        "flat_grads[s.tensor][s.begin // size : s.end // size]",
+        "flat_grads[s.tensor][: (s.end - s.begin) // size]",
+        f"{_STREAMS}::test_what_users_write_is_what_the_next_step_begins_with",
+    ),
+    Fault(
+        "a failed write ends what comes behind it",
+        "fxzero/runtime/disk_streams.py",
+        "        return failed\n",
+        "        if failed:\n            raise failed[0]\n        return failed\n",
+        f"{_STREAMS}::test_writes_that_fail_lose_nothing",
+    ),
+    Fault(
+        "a write that failed is forgotten",
+        "fxzero/disk/store.py",
+        "self.memory[piece.begin : piece.begin + piece.num_bytes] = buffer",
+        "pass",
+        f"{_STORE}::test_a_write_that_fails_loses_nothing",
+    ),
+    Fault(
+        "nobody waits for writes to tell of errors",
+        "fxzero/runtime/disk_streams.py",
+        "for error in done.result() or ():\n        raise error",
+        "done.result()",
+        f"{_STREAMS}::test_writes_that_fail_lose_nothing",
+    ),
+    Fault(
+        "buffers of a step that failed are not given back",
+        "fxzero/runtime/disk_streams.py",
+        "            for buffer in list(self._held):\n                self._give(buffer)",
+        "            pass",
+        f"{_STREAMS}::test_a_changed_bit",
+    ),
+    Fault(
+        "what is read is not compared with what was written",
+        "fxzero/disk/store.py",
+        "if wanted is not None and zlib.crc32(buffer) != wanted:",
+        "if False:",
+        f"{_STORE}::test_a_bit_that_has_changed",
+    ),
+    Fault(
+        "a change gives what is around it a new checksum unseen",
+        "fxzero/disk/store.py",
+        "                self.read(piece, self._buffer)\n                first",
+        "                self._buffer[: piece.num_bytes] = self._mapped_bytes(piece)\n"
+        "                first",
+        f"{_STORE}::test_a_change_beside_a_bit_that_has_changed",
+    ),
+    Fault(
+        "what somebody has written between two steps is not looked for",
+        "fxzero/step/disk_binding.py",
+        "arena.store.write_changes()",
+        "pass",
+        f"{_STREAMS}::test_what_users_write_is_what_the_next_step_begins_with",
+    ),
+    Fault(
+        "the mapping goes on showing what somebody wrote before a step",
+        "fxzero/disk/store.py",
+        "            self.write(piece, self._buffer)\n            self._forget(piece)\n"
+        "        return len(numbers)",
+        "            self.write(piece, self._buffer)\n        return len(numbers)",
+        f"{_STORE}::test_what_somebody_writes_is_found_and_goes_to_disk[1]",
+    ),
+    Fault(
+        "a state dict is made of what nobody has checked",
+        "fxzero/step/train_step.py",
+        "check_saves(self.model, self.optimizer)",
+        "pass",
+        f"{_STREAMS}::test_a_changed_bit",
+    ),
+    Fault(
+        "a file keeps its name",
+        "fxzero/disk/scratch.py",
+        "_remove_leftovers(folder)\n            self.fd",
+        "self.fd",
+        "tests/disk/test_scratch.py::test_a_killed_process_leaves_nothing[named]",
+    ),
+)
