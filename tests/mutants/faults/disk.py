@@ -19,8 +19,8 @@ FAULTS = (
     Fault(
         "something runs between a read and its update",
         "passes/join_copies.py",
-        "with graph.graph.inserting_after(update), graph.made_for(update):\n        done",
-        "with graph.graph.inserting_before(graph.output), graph.made_for(update):\n        done",
+        "with graph.graph.inserting_before(update), graph.made_for(update):\n        states",
+        "with graph.graph.inserting_before(update.prev), graph.made_for(update):\n        states",
         "verify: step with state on disk",
         "something stands between",
     ),
