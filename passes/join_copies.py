@@ -28,11 +28,12 @@ from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.passes.base import Context, Door, Fact, Notes, Pass
-from fxzero.passes.gradient_places import share_places, waits_for_norm
+from fxzero.passes.gradient_places import downloads_of, share_places, waits_for_norm
 from fxzero.passes.offload_disk import large_homes
 from fxzero.regions.cutout import end_of_run, runs
 from fxzero.runtime import copies
 from fxzero.runtime.ahead import Launch, Take
+from fxzero.runtime.delayed import LateUpdate, StartUpdate
 from fxzero.runtime.disk_streams import ReadStates, StoredUpdate, taken, write_states, written
 from fxzero.schedule.copy_times import Timeline
 from fxzero.transfer import DISK_READ, DISK_WRITE, Pool, Transfer, TransferKind
@@ -141,6 +142,30 @@ def upload_ahead(graph: StepGraph, copy: TransferNodes) -> None:
             name=f"ahead_{copy.launch.name}",
             value=(),
         )
+
+
+def start_late_updates(graph: StepGraph, uploads: list[TransferNodes]) -> int:
+    """Start what the step before has left once what compute reads has been taken, and let gradients
+    arrive where its own are when they have been used. Return how many updates are late."""
+    late = [u for u in graph.nodes(role=Role.UPDATE) if isinstance(u.target, LateUpdate)]
+    taken = [copy.launch for copy in uploads if isinstance(copy.launch.target, Take)]
+    begin = max((*taken, *graph.graph.find_nodes(op="placeholder")))
+    downloads = downloads_of(graph)
+    for update in late:
+        assert isinstance(update.target, LateUpdate)
+        params, _, state = update.args[:3]
+        stamp = stamp_of(update).but(role=Role.START, phase=Phase.FORWARD, made_by="join_copies")
+        name = f"start_{update.name.removeprefix('update_')}"
+        with graph.graph.inserting_after(begin), graph.made_for(update):
+            begin = graph.call(
+                StartUpdate(update.target.pending),
+                (params, state),
+                stamp=stamp,
+                name=name,
+                value=(),
+            )
+        downloads[update].launch.update_arg(5, [begin])
+    return len(late)
 
 
 def land_gradients(graph: StepGraph, downloads: list[TransferNodes]) -> None:
@@ -266,5 +291,7 @@ class JoinCopies(Pass):
             share_places(graph, stored)
         for update in stored:
             stream_states(graph, update, ctx.throttle)
+        late_updates = start_late_updates(graph, uploads)
         on_disk = {"on_disk": len(stored)} if stored else {}
+        on_disk |= {"late": late_updates} if late_updates else {}
         return Notes(uploads=len(uploads), ahead=len(ahead), downloads=len(downloads), **on_disk)

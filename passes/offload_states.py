@@ -36,8 +36,9 @@ from fxzero.passes.decision import DecidingPass, Decision
 from fxzero.runtime import copies, updates
 from fxzero.runtime.ahead import Take
 from fxzero.runtime.arena import aligned
+from fxzero.runtime.delayed import LateUpdate, pending_of
 from fxzero.runtime.residents import Resident, resident_of
-from fxzero.settings import a_share
+from fxzero.settings import a_share, at_least
 from fxzero.transfer import PCIE_DOWN, PCIE_UP, Pool, Transfer, TransferKind
 
 
@@ -246,6 +247,13 @@ def update_on_host(
     return offset
 
 
+def run_later(update: fx.Node, optimizer: Optimizer, after: int) -> None:
+    """Let an update on the host leave its gradients to the next step."""
+    assert isinstance(update.target, copies.HostUpdate)
+    pending = pending_of(optimizer, stamp_of(update).params, update.target.kernel)
+    update.target = LateUpdate(pending, after)
+
+
 def _place(update: fx.Node) -> str:
     return update.name.removeprefix("update_")
 
@@ -292,11 +300,28 @@ class OffloadStates(DecidingPass[Offloaded]):
     """Copy parameters back to the device as soon as they are updated, where their copies then stay
     from step to step; else in the step that needs them, until it has read them last. Under a
     `memory_budget` that leaves no room, it is else."""
+    delay: int = 0
+    """1 leaves each update to the next step, where it runs beside forward and backward, which read
+    parameters of before it (ZeRO-Offload's delayed parameter update). Of whole steps alone whose
+    copies stay on the device (`ahead`, no `offload_params`, nothing on disk)."""
+    delay_after: int = 0
+    """With `delay`: how many steps to train without, as gradients change much in the beginning."""
 
     def __post_init__(self) -> None:
         """A part is between nothing and all of it."""
         super().__post_init__()
         a_share("offload_states.share", self.share)
+        at_least("offload_states.delay", self.delay, 0)
+        at_least("offload_states.delay_after", self.delay_after, 0)
+        if self.delay > 1:
+            raise ConfigError(
+                f"offload_states.delay={self.delay}: an update can be one step late, or none"
+            )
+        if self.delay and not self.ahead:
+            raise ConfigError(
+                "offload_states.delay=1 needs copies that stay on the device while the update "
+                "changes the parameters: leave out offload_states.ahead=False"
+            )
 
     def decide(self, graph: StepGraph, ctx: Context) -> Offloaded:
         """Take the buckets whose gradients come first.
@@ -376,7 +401,8 @@ class OffloadStates(DecidingPass[Offloaded]):
 
         assert ctx.optimizer is not None
         least = ctx.level is not None and ctx.level.room is Room.LEAST
-        optimizer = ctx.optimizer.optimizer if self.ahead and not least else None
+        stays = self.delay or (self.ahead and not least)
+        optimizer = ctx.optimizer.optimizer if stays else None
 
         def first_read(update: fx.Node) -> int:
             readers = [place[r] for param in params_of(update) for r in readers_of(param)]
@@ -391,6 +417,9 @@ class OffloadStates(DecidingPass[Offloaded]):
             offset = update_on_host(
                 graph, update, staging, offset, ctx.throttle.bytes_per_s(Lane.D2H)
             )
+        if self.delay:
+            for update in chosen:
+                run_later(update, ctx.optimizer.optimizer, self.delay_after)
         end_with_updates(graph, chosen)
         up = [t.record.full_bytes for t in graph.transfers(name=Lane.H2D.value)]
         down = [t.record.full_bytes for t in graph.transfers(name=Lane.D2H.value)]

@@ -81,6 +81,13 @@ def check_shares(config: Config) -> None:
             "lives on the host is updated there. Raise offload_states.share, or use "
             "memory='all_host'."
         )
+    if config.offload_states.delay and (params or config.host_budget != NO_BUDGET):
+        what = f"offload_params.share={params:g}" if params else f"host_budget={config.host_budget}"
+        raise ConfigError(
+            f"offload_states.delay=1 and {what}: compute would read parameters on the host while "
+            "the update of the step before changes them. Use memory='states_host', whose copies "
+            "stay on the device."
+        )
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import fx
 
 from fxzero.graph.aliases import readers, root
 from fxzero.graph.belongings import Finding
+from fxzero.graph.late_updates import wrong_starts
 from fxzero.graph.operators import num_bytes, writes_memory
 from fxzero.graph.stamps import BESIDE_COMPUTE, Lane, Role, stamp_of
 from fxzero.graph.step_graph import StepGraph, TransferNodes, sent_by
@@ -44,6 +45,7 @@ def wrong_lanes(graph: StepGraph) -> Iterator[Finding]:
         if stamp_of(update).lane is Lane.HOST:
             yield from _not_joined(update)
     yield from _shared_places(graph, down)
+    yield from wrong_starts(graph, down)
     yield from wrong_streams(graph, [copy for copy in found if is_stream(copy)])
 
 

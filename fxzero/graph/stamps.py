@@ -85,6 +85,8 @@ class Role(StrEnum):
     """Adds a micro-step's gradient to those of the micro-steps before."""
     UPDATE = "update"
     """Changes parameters, optimizer state or buffers in place."""
+    START = "start"
+    """Starts an update that the step before has left."""
     JOIN = "join"
     """Waits for the updates that run on the host."""
 

@@ -20,6 +20,7 @@ from fxzero.graph import Lane, Role, StepGraph
 from fxzero.graph.stamps import BESIDE_COMPUTE, stamp_of
 from fxzero.graph.steady import STEADY, begins
 from fxzero.runtime.ahead import Launch, Take
+from fxzero.runtime.delayed import LateUpdate, StartUpdate
 from fxzero.schedule import engine
 from fxzero.schedule.engine import COMPUTE, HOST, Hold, Stretch, Task, TaskGraph, alive_at
 from fxzero.schedule.storage import Kind, Storage, storages_of
@@ -232,6 +233,8 @@ def tasks_of(graph: StepGraph, costs: CostModel, *, fuses: bool) -> Program:
     transfers = {t.launch: t for t in graph.transfers()}
     takes = {id(n.target.ahead): n for n in transfers if isinstance(n.target, Take)}
     place = {node: i for i, group in enumerate(storages.groups) for node in group}
+    updates = graph.nodes(role=Role.UPDATE)
+    late = {n.target.pending: n for n in updates if isinstance(n.target, LateUpdate)}
     ahead: dict[int, int] = {}
     tasks, labels, layers = [], [], []
     for i, group in enumerate(storages.groups):
@@ -254,10 +257,14 @@ def tasks_of(graph: StepGraph, costs: CostModel, *, fuses: bool) -> Program:
             if stamp.lane in BESIDE_COMPUTE:
                 after = tuple(place[n] for n in awaited(node, transfers))
                 task = replace(task, after=after, by_event=True)
+        elif isinstance(node.target, StartUpdate):
+            us = costs.update_us(late[node.target.pending])
+            task = replace(task, lane=stamp.lane, us=us, resource=HOST, by_event=True)
         elif needs := awaited(node, transfers):
             task = replace(task, lane=stamp.lane, after=tuple(place[n] for n in needs))
             if stamp.lane is Lane.HOST:
-                us = costs.update_us(node) if stamp.role is Role.UPDATE else 0.0
+                runs = stamp.role is Role.UPDATE and not isinstance(node.target, LateUpdate)
+                us = costs.update_us(node) if runs else 0.0
                 task = replace(task, us=us, resource=HOST, by_event=True)
         elif stamp.role not in (Role.PART, Role.RELEASE, Role.ROWS):
             task = replace(task, us=costs.compute_us(group))

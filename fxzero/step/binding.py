@@ -25,6 +25,7 @@ from fxzero.errors import CaptureError, ConfigError
 from fxzero.graph import StepGraph
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
+from fxzero.runtime import delayed
 from fxzero.runtime.arena import Home, HostArena, Layout, arena_for, arena_of
 from fxzero.runtime.optimizers import OptimizerLayout, create_state
 from fxzero.step.disk_binding import DiskBinder
@@ -132,6 +133,8 @@ class Binder:
                     value = state[inputs[index]][name]
                 values[i] = _compat.local_tensor(value) if isinstance(value, DTensor) else value
         if self.staging:
+            if not _compat.is_fake(next(v for v in values if isinstance(v, Tensor))):
+                delayed.runs(self.optimizer, id(self))
             self._bring_home(values)
             self.disk.bring_home(values)
         for i, group in self.groups:

@@ -22,6 +22,7 @@ from fxzero.compiler.config import Config
 from fxzero.compiler.pipelines import step_passes
 from fxzero.errors import BatchError, CaptureError, ConfigError, FxZeroError, FxZeroWarning
 from fxzero.runtime.checked_saves import check_saves
+from fxzero.runtime.delayed import use_gradients, watch_state_dicts
 from fxzero.runtime.optimizers import OptimizerLayout, kernels_of
 from fxzero.runtime.residents import release
 from fxzero.sharding.before_step import before_step, refuse_strangers
@@ -226,6 +227,12 @@ class TrainStep:
                 self.scheduler.step()
         return StepOutput(loss, norm, rates, skipped)
 
+    def use_gradients(self) -> None:
+        """Run the updates that the last step has left to the next one (`offload_states.delay`): at
+        the end of training, or before a model is looked at that has learned all that it has seen.
+        Whoever makes a state dict gets that by itself."""
+        use_gradients(self.optimizer)
+
     @_compat.with_room_for_frames  # Dynamo traces below it
     def _train_as_one_graph(
         self, batch: Sequence[Any], kwargs: Mapping[str, Any]
@@ -360,6 +367,7 @@ class TrainStep:
             return
         if self._structure is not None:
             log.warning("compile_step compiles again: %s", self._what_changed(now))
+            use_gradients(self.optimizer)
             self._parameters = optimized_parameters(self.model, self.optimizer)
             self._layout = self._new_layout()
             now = self._structure_now()
@@ -453,6 +461,8 @@ class TrainStep:
 
         if binder.disk.buckets:
             check_saves(self.model, self.optimizer)
+        if self._config.offload_states.delay:
+            watch_state_dicts(self.model, self.optimizer)
         self._programs.append((binder, run))
         number = len(self._programs) - 1
         return _weakly(self, lambda step, *inputs: step._run(number, inputs))
