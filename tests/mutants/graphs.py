@@ -134,6 +134,13 @@ GRAPHS: dict[str, Callable[[], None]] = {
     "step with state on the host, of one process": functools.partial(
         step_graph, reads_ahead, zero=0, world_size=1, options=ON_HOST
     ),
+    "step whose updates are late": functools.partial(
+        step_graph,
+        chain_of(3),
+        zero=0,
+        world_size=1,
+        options={**ON_HOST, "offload_states": {"delay": 1}},
+    ),
     "step with state on disk": functools.partial(_step, zero=3, options={**ON_DISK, "bucket": {}}),
     "step with state on disk, a bucket a layer": functools.partial(
         step_graph, chain_of(6, 16), zero=0, world_size=1, options=ON_DISK

@@ -6,6 +6,43 @@ from tests.mutants.fault import Fault
 
 FAULTS = (
     Fault(
+        "gradients arrive while the update of the step before reads those at their place",
+        "passes/join_copies.py",
+        "downloads[update].launch.update_arg(5, [begin])",
+        "pass",
+        "verify: step whose updates are late",
+        "arrive where those of the step before are",
+    ),
+    Fault(
+        "a late update starts before its parameter was compared with its copy",
+        "passes/join_copies.py",
+        'begin = max((*taken, *graph.graph.find_nodes(op="placeholder")))',
+        'begin = max(graph.graph.find_nodes(op="placeholder"))',
+        "verify: step whose updates are late",
+        "may be changing",
+    ),
+    Fault(
+        "a late update takes the learning rate of the next step",
+        "fxzero/runtime/delayed.py",
+        "now = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}",
+        "now = group",
+        "tests/runtime/test_delayed.py::test_it_is_the_loop_that_is_written_out[adamw-None-0-1]",
+    ),
+    Fault(
+        "a checkpoint misses the last step's gradients",
+        "fxzero/runtime/delayed.py",
+        "owner.register_state_dict_pre_hook(_Hook(optimizer, use_gradients))",
+        "pass",
+        "tests/runtime/test_delayed.py::test_a_checkpoint_has_all_that_was_learned",
+    ),
+    Fault(
+        "another graph's gradients arrive where the last one's wait",
+        "fxzero/runtime/delayed.py",
+        "if _ran_last.get(optimizer) != graph:",
+        "if False:",
+        "tests/runtime/test_delayed.py::test_two_shapes_of_batches",
+    ),
+    Fault(
         "compute reads a parameter of the host, and not its copy",
         "passes/offload_states.py",
         "for reader in readers_of(param):\n                if reader is launch:",
