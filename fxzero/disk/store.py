@@ -122,6 +122,7 @@ class DiskStore:
         self._unwritten_bytes = 0
         """What `put` has left in the mapping."""
         self._buffer = pages(settings.chunk_bytes)
+        self._using_buffer = threading.RLock()
         self._threads = _Threads(settings.depth)
 
     def read(self, piece: Piece, buffer: memoryview) -> None:
@@ -179,18 +180,19 @@ class DiskStore:
             DiskError: a piece cannot be written.
         """
         end = begin + len(source)
-        for piece in self._between(begin, end):
-            first, last = max(begin, piece.begin), min(end, piece.begin + piece.num_bytes)
-            part = source[first - begin : last - begin]
-            if len(part) == piece.num_bytes:
-                self._forget(piece)
-                self._buffer[: len(part)] = part
-                self.write(piece, self._buffer)
-            else:
-                self.memory[first:last] = part
-                self._unwritten_bytes += len(part)
-        if self._unwritten_bytes > _WRITE_AT:
-            self.write_changes()
+        with self._using_buffer:
+            for piece in self._between(begin, end):
+                first, last = max(begin, piece.begin), min(end, piece.begin + piece.num_bytes)
+                part = source[first - begin : last - begin]
+                if len(part) == piece.num_bytes:
+                    self._forget(piece)
+                    self._buffer[: len(part)] = part
+                    self.write(piece, self._buffer)
+                else:
+                    self.memory[first:last] = part
+                    self._unwritten_bytes += len(part)
+            if self._unwritten_bytes > _WRITE_AT:
+                self.write_changes()
 
     def write_changes(self) -> int:
         """Write what somebody has changed in the mapping to the files; return how many pieces.
@@ -198,6 +200,10 @@ class DiskStore:
         Raises:
             DiskError: one cannot be written, or what is around a change cannot be read.
         """
+        with self._using_buffer:
+            return self._write_changes()
+
+    def _write_changes(self) -> int:
         self._unwritten_bytes = 0
         changed = self.changed_pages()
         numbers = sorted({self._number_at(page * _PAGE) for page in changed.tolist()})
@@ -233,9 +239,10 @@ class DiskStore:
         Raises:
             DiskError: a piece is not.
         """
-        for piece in section.pieces:
-            if self._checksums[piece.number] is not None:
-                self.read(piece, self._buffer)
+        with self._using_buffer:
+            for piece in section.pieces:
+                if self._checksums[piece.number] is not None:
+                    self.read(piece, self._buffer)
 
     def _mapped_bytes(self, piece: Piece) -> memoryview:
         return self.memory[piece.begin : piece.begin + piece.num_bytes]

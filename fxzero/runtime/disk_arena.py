@@ -279,6 +279,8 @@ def disk_arena_for(
     _arenas[optimizer] = made
     if arena is not None:
         arena.leave()
+        for bucket in known.keys() - made.buckets.keys():
+            bucket.place = None  # it would keep the files
     return made
 
 
