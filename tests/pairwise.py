@@ -22,14 +22,21 @@ def pairwise(*dimensions: Sequence[Any], always: Iterable[Case] = ()) -> list[Ca
         always: cases that are wanted anyway, because somebody names them.
     """
     cases = list(dict.fromkeys(always))
-    left = set().union(*map(_pairs, itertools.product(*dimensions)))
+    product = list(itertools.product(*dimensions))
+    new = {case: _pairs(case) for case in product}
+    left = set().union(*new.values())
     for case in cases:
         left -= _pairs(case)
     while left:
-        best = max(itertools.product(*dimensions), key=lambda case: len(_pairs(case) & left))
+        best, most = product[0], 0
+        for case, pairs in new.items():
+            if len(pairs) > most:  # no pair is new again: fewer are left of these, if any
+                pairs &= left
+                if len(pairs) > most:
+                    best, most = case, len(pairs)
         cases.append(best)
-        left -= _pairs(best)
-    order = {case: i for i, case in enumerate(itertools.product(*dimensions))}
+        left -= new[best]
+    order = {case: i for i, case in enumerate(product)}
     return sorted(cases, key=order.__getitem__)
 
 

@@ -142,7 +142,7 @@ def test_kernels_are_measured_against_what_they_are(
     monkeypatch.setattr(torch, "compile", lambda function: function)
     torch.manual_seed(0)
     measured = []
-    for case in kernels.cases("cpu", torch.float32, 256):
+    for case in kernels.cases("cpu", torch.float32, 1024):
         if case.differentiates:
             ours, plain = (f(*case.tensors) for f in (case.ours, case.plain))
             torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)

@@ -1,9 +1,8 @@
 """No habit of real training code trains the wrong thing: right numbers, or an error that says why.
 
-Every habit of `tests.parity.habits` is trained for three steps on two ranks: at ZeRO 3
-uncompiled, through ``torch.compile`` and through `fxzero.compile_step`; at ZeRO 0, 1 and 2
-uncompiled, but for one of them, which it meets through one of the doors that compile. The next
-habit meets another stage so, and every sixth the same one through the same door.
+Every habit of `tests.parity.habits` is trained for three steps on two ranks: uncompiled, through
+``torch.compile`` and through `fxzero.compile_step`; at every stage, which habit by which door
+changes from one to the next.
 """
 
 from __future__ import annotations
@@ -53,14 +52,18 @@ def places(name: str) -> list[tuple[int, str]]:
     """The stages and doors at which a habit is tried.
 
     What it meets at a stage are that stage's parameters, and through a door that door's tracing:
-    it meets each of both, and all doors at stage 3, where every read is a gather.
+    it meets each of both. Of two doors that compile one is tried at stage 3, where every read is
+    a gather, the other one at another stage.
     """
     doors = HABITS[name].doors
-    compiling = [door for door in doors if door != "eager"] or ["eager"]
     turn = list(HABITS).index(name)
-    some = dict.fromkeys(range(3), "eager")
-    some[turn % 3] = compiling[turn // 3 % len(compiling)]
-    return [*some.items(), *((3, door) for door in doors)]
+    elsewhere = turn // 2 % 3
+    compiling = {
+        3 if (turn + i) % 2 else elsewhere: door
+        for i, door in enumerate(door for door in doors if door != "eager")
+    }
+    eager = [zero for zero in range(4) if zero == 3 or zero not in compiling]
+    return [*((zero, "eager") for zero in eager), *compiling.items()]
 
 
 def refusal(habit: Habit, zero: int, door: str) -> str | None:

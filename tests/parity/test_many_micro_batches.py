@@ -100,8 +100,8 @@ def same_bits(micro_batches: int, settings: dict[str, Any]) -> None:
         *((3, schedule, None) for schedule in SCHEDULES),
         (3, "least", 0.05),
         # Where nothing is gathered in a micro-step, schedules differ in little.
-        *((zero, "default", clip) for zero, clip in ((0, 0.05), (1, None), (2, None))),
-        (0, "by layer", None),
+        *((zero, "default", clip) for zero, clip in ((0, 0.05), (2, None))),
+        *((zero, "by layer", None) for zero in (0, 1)),
         (1, "least", 0.05),
         (2, "distance 2", 0.05),
     ],
@@ -126,7 +126,7 @@ def test_same_bits_on_two_axes(ranks: Pools, world: int, zero: int) -> None:
 def test_same_bits_in_low_precision(ranks: Pools, zero: int, options: dict[str, Any]) -> None:
     """Casts before gathers, sums in the parameters' own dtype."""
     settings = {"zero": zero, "param_dtype": torch.bfloat16, "options": options}
-    ranks(2).run(same_bits, 9 if zero == 3 else MANY, settings)
+    ranks(2).run(same_bits, MANY + 1 if zero == 3 else MANY, settings)
 
 
 @pytest.mark.parametrize(("zero", "clip"), [(0, None), (1, 0.1), (2, 0.1), (3, None)])

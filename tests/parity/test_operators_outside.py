@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fxzero.errors import FxZeroError
@@ -104,6 +103,9 @@ def seed(number: int) -> None:
 
 def calls() -> Iterator[tuple[str, Callable[..., Any], Any]]:
     """Operators with samples of what they take, out of place and in place."""
+    # Seconds, for what only ranks need: pytest's own processes import this file too.
+    from torch.testing._internal.common_methods_invocations import op_db
+
     for operator in op_db:
         if operator.name in UNSET or operator.name.startswith("jiterator"):
             continue

@@ -7,6 +7,7 @@ of them. (For batch norm, whose statistics are those of a rank, it is torch's DD
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import pytest
@@ -141,18 +142,25 @@ def train_as_the_reference(case: Case) -> None:
 def trained_as_the_reference(case: Case) -> Trace:
     """What training leaves behind, which is what the reference does."""
     example = EXAMPLES[case.example]
-    batches = [make_batch(example, case.dtype, seed) for seed in range(STEPS)]
-    expected = reference_trace(example, case.dtype, batches)
+    expected = reference_trace(case.example, case.dtype)
     counters.clear()
-    actual = train(case.compiled(), example.loss, map(rows_of_rank, batches))
+    batches = map(rows_of_rank, batches_of(example, case.dtype))
+    actual = train(case.compiled(), example.loss, batches)
     assert_compiled_once(case.example)
     assert_same_trace(actual, expected, RTOL[case.dtype])
     return actual
 
 
-def reference_trace(example: Example, dtype: torch.dtype, batches: list[Batch]) -> Trace:
-    """Train without fxzero and without compiling."""
-    model = build(example, dtype)
+def batches_of(example: Example, dtype: torch.dtype) -> list[Batch]:
+    """One for each step, over all ranks."""
+    return [make_batch(example, dtype, seed) for seed in range(STEPS)]
+
+
+@functools.cache
+def reference_trace(name: str, dtype: torch.dtype) -> Trace:
+    """Train without fxzero and without compiling: once in a rank for all stages."""
+    example = EXAMPLES[name]
+    model, batches = build(example, dtype), batches_of(example, dtype)
     if example.name != "convnet":
         return train(model, example.loss, batches)
     # Statistics are of a rank's rows; each forward begins with those of rank 0, and so does what
