@@ -1,12 +1,12 @@
 """Gather and multiply a weight that is too large for the device a block of columns at a time.
 
-    w = unshard(shard)                       w0 = unshard(shard, "head.weight.block_0")
+    w = unshard(shard)                       w0 = unshard(shard, "head.weight.block0")
     y = mm(x, t(w))                          y = mm(x[:, :b], t(w0))
-    …                                    →   w1 = unshard(shard, "head.weight.block_1")
+    …                                    →   w1 = unshard(shard, "head.weight.block1")
     dw = mm(t(g), x)                         y = addmm_(y, x[:, b:], t(w1))
     return reshard_grad(dw)                  …
-                                             d0 = reshard_grad(mm(t(g), x[:, :b]), "….block_0")
-                                             d1 = reshard_grad(mm(t(g), x[:, b:]), "….block_1")
+                                             d0 = reshard_grad(mm(t(g), x[:, :b]), "….block0")
+                                             d1 = reshard_grad(mm(t(g), x[:, b:]), "….block1")
                                              return cat([d0, d1], 1)
 
 Memory-centric tiling (ZeRO-Infinity, Rajbhandari et al. 2021, section 5.1.3). Shards are rows, so
@@ -112,6 +112,7 @@ def uses_of(graph: StepGraph, key: str) -> Uses:
     )
     if any(shard_source(m.all_input_nodes[0]).op != "placeholder" for m in markers):
         raise WholeError("the forward changes it")
+    reads = [read for marker in markers for read in reads_of(marker)]
     if any(marker.args[2] != GradSync.REDUCE.value for marker in gradients):
         raise WholeError("fxzero.no_sync keeps its whole gradient")
     returned: set[fx.Node] = set()
@@ -123,7 +124,7 @@ def uses_of(graph: StepGraph, key: str) -> Uses:
         raise WholeError("something else than sums is done with its gradient")
     for marker in gradients:
         check_gradient(marker)
-    return Uses([read for marker in markers for read in reads_of(marker)], gradients)
+    return Uses(reads, gradients)
 
 
 def _summed(node: fx.Node) -> set[fx.Node]:
@@ -153,9 +154,9 @@ def tile(graph: StepGraph, key: str, columns: int) -> int:
 
     def blocks(read: int) -> list[ParamSpec]:
         """Those of one read in a phase: no two reads gather together."""
-        again = f"read_{read}." if read else ""
+        again = f"read{read}." if read else ""
         for i, start in enumerate(range(0, spec.shape[1], columns)):
-            word = f"{again}block_{i}"
+            word = f"{again}block{i}"
             if word not in made:
                 made[word] = spec.columns(start, min(start + columns, spec.shape[1]), word)
         return [one for word, one in made.items() if word.startswith(f"{again}block")]

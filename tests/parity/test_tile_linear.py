@@ -135,12 +135,13 @@ def loop_like_the_reference(options: dict[str, Any], dtype: torch.dtype, **shard
     (decision,) = (c.context.decisions.made["tile_linear"] for c in found)
     assert len(decision.weights) > 1
     theirs = train(build(example, dtype), example.loss, every)
-    rtol = RTOL[dtype] if not shard else 0.02
-    assert_same(ours.losses, theirs.losses, rtol)
-    assert_same(ours.gradients, theirs.gradients, rtol if not shard else 0.1)
-    if not shard:
-        assert_same(ours.parameters, theirs.parameters, rtol)
-        assert_same(ours.optimizer_state, theirs.optimizer_state, rtol)
+    if shard:  # in 16 bits: a block that is missing, or elsewhere, is an error of the size of all
+        assert_same(ours.gradients, theirs.gradients, 0.05)
+        return
+    assert_same(ours.losses, theirs.losses, RTOL[dtype])
+    assert_same(ours.gradients, theirs.gradients, RTOL[dtype])
+    assert_same(ours.parameters, theirs.parameters, RTOL[dtype])
+    assert_same(ours.optimizer_state, theirs.optimizer_state, RTOL[dtype])
 
 
 @pytest.mark.parametrize(
@@ -152,10 +153,9 @@ def loop_like_the_reference(options: dict[str, Any], dtype: torch.dtype, **shard
             torch.float64,
             {},
         ),
-        ({"tile_linear": {"max_bytes": 512}, "memory_budget": "64KiB"}, torch.float32, {}),
         ({"tile_linear": {"max_bytes": 256}}, torch.float32, {"param_dtype": torch.bfloat16}),
     ],
-    ids=["float64", "recompute", "budget", "bf16"],
+    ids=["float64", "recompute", "bf16"],
 )
 def test_the_ordinary_loop(
     ranks: Pools, options: dict[str, Any], dtype: torch.dtype, shard: dict[str, Any]
