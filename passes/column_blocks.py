@@ -34,7 +34,12 @@ _fxzero = torch.ops.fxzero
 _TURNS = {_aten.t.default, _aten.transpose.int, _aten.permute.default}
 _RESHAPES = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
 _SAME = {_aten.alias.default, _aten.detach.default}
-_PUTS = {_aten.index_put.default, _aten._unsafe_index_put.default}
+_PUTS = {
+    _aten.index_put.default: 1,
+    _aten._unsafe_index_put.default: 1,
+    _aten._unsafe_masked_index_put_accumulate.default: 2,  # an embedding's gradient, taken apart
+}
+"""Where an operator that puts rows into a matrix has the rows' numbers; their values follow."""
 _MATMULS = {_aten.mm.default: 0, _aten.addmm.default: 1}
 """Where the first of the two factors stands."""
 _LOOKUPS = {_aten.embedding.default, _aten.index.Tensor}
@@ -270,10 +275,14 @@ def _spine_of(node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
         return []
     if node.target is _aten.embedding_dense_backward.default and dim == 1:
         return []
-    if node.target in _PUTS and dim == 1 and _only_index(node.args[1]) is not None:
-        base, _, values = node.args[:3]
+    if node.target in _PUTS and dim == 1:
+        base, *rest = node.args
+        indices, values = rest[_PUTS[node.target] - 1 :][:2]
+        masks = [mask for mask in rest[: _PUTS[node.target] - 1] if isinstance(mask, fx.Node)]
         assert isinstance(base, fx.Node)
-        if isinstance(values, fx.Node) and _shape(values)[-1:] == _shape(node)[-1:]:
+        assert isinstance(values, fx.Node)
+        by_row = _only_index(indices) is not None and all(_shape(m)[-1:] == (1,) for m in masks)
+        if by_row and _shape(values)[-1:] == _shape(node)[-1:]:
             return [(base, dim)]
     if _is_pointwise(node):
         return [(source, dim) for source in node.all_input_nodes if not _is_spread(source, dim)]
@@ -327,7 +336,8 @@ def _cut_once(emit: Emitter, node: fx.Node, dim: int, cut: Any) -> fx.Node:
         args[0] = emit.columns(args[0], len(_shape(args[0])) - 1)
     elif node.target in _PUTS:
         args[0] = cut(args[0], dim)
-        args[2] = emit.columns(args[2], len(_shape(args[2])) - 1)
+        values = _PUTS[node.target] + 1
+        args[values] = emit.columns(args[values], len(_shape(args[values])) - 1)
     else:
         args = [
             cut(a, dim) if isinstance(a, fx.Node) and not _is_spread(a, dim) else a for a in args

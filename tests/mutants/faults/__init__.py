@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.mutants.fault import Fault
 from tests.mutants.faults import (
+    blocks,
     equal_layers,
     gathers,
     identity,
@@ -21,6 +22,7 @@ from tests.mutants.faults import (
 FAULTS: tuple[Fault, ...] = (
     *gathers.FAULTS,
     *reduces.FAULTS,
+    *blocks.FAULTS,
     *micro_steps.FAULTS,
     *updates.FAULTS,
     *identity.FAULTS,
