@@ -48,7 +48,7 @@ from fxzero.passes.column_blocks import (
 from fxzero.passes.decision import DecidingPass, Decision
 from fxzero.passes.shard_params import shard_source
 from fxzero.settings import at_least
-from fxzero.sharding.params import GradSync, ParamSpec
+from fxzero.sharding.params import ParamSpec
 
 _aten = torch.ops.aten
 
@@ -88,6 +88,11 @@ def full_bytes(spec: ParamSpec) -> int:
     return spec.shape[1] * column_bytes(spec)
 
 
+def is_gathered(spec: ParamSpec) -> bool:
+    """Whether a parameter is whole for no longer than it is used."""
+    return spec.zero == 3 and spec.shard_group is not None
+
+
 @dataclass(frozen=True)
 class Uses:
     """What is done with a weight in a step."""
@@ -113,8 +118,6 @@ def uses_of(graph: StepGraph, key: str) -> Uses:
     if any(shard_source(m.all_input_nodes[0]).op != "placeholder" for m in markers):
         raise WholeError("the forward changes it")
     reads = [read for marker in markers for read in reads_of(marker)]
-    if any(marker.args[2] != GradSync.REDUCE.value for marker in gradients):
-        raise WholeError("fxzero.no_sync keeps its whole gradient")
     returned: set[fx.Node] = set()
     for position, owner in graph.gradients.items():
         value = graph.output_values[position]
@@ -219,6 +222,10 @@ class TileLinear(DecidingPass[Tiles]):
         """Whether a full parameter has more bytes than are allowed."""
         return bool(self.max_bytes) and full_bytes(spec) > (self.max_bytes or 0)
 
+    def cuts(self, spec: ParamSpec) -> bool:
+        """Whether a parameter would travel in blocks, were it read as they can be."""
+        return self.is_above(spec) and is_gathered(spec)
+
     def _above(self, graph: StepGraph) -> list[str]:
         """The keys of parameters above the limit that the graph reads."""
         read = {key for node in graph.nodes(role=Role.UNSHARD) for key in stamp_of(node).params}
@@ -234,7 +241,7 @@ class TileLinear(DecidingPass[Tiles]):
         for key in self._above(graph):
             spec = graph.specs[key]
             asked = f"tile_linear.max_bytes={self.max_bytes}"
-            if spec.zero < 3 or spec.shard_group is None:
+            if not is_gathered(spec):
                 where = f"zero={spec.zero}" if spec.zero < 3 else "in one process"
                 ctx.warnings.append(
                     f"{asked} has no effect on {spec.name}: {where}, it is whole on the device. "
@@ -287,8 +294,7 @@ class TileLinear(DecidingPass[Tiles]):
             if not key:
                 raise ConfigError(f"the plan tiles {tiled.weight!r}, which the graph does not have")
             spec = graph.specs[key]
-            is_gathered = spec.zero == 3 and spec.shard_group is not None
-            if not is_gathered or not 1 <= tiled.columns < spec.shape[-1]:
+            if not is_gathered(spec) or not 1 <= tiled.columns < spec.shape[-1]:
                 raise ConfigError(
                     f"the plan tiles {tiled.weight!r}, of shape {spec.shape} at zero={spec.zero}, "
                     f"by {tiled.columns} columns: drop tile_linear, and it is decided anew"

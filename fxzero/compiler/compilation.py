@@ -172,7 +172,7 @@ class Compilation:
             self.budget_bytes = Fitting(self, graph, budget).run()
             self.specs = graph.specs
             return
-        if any(self.config.tile_linear.is_above(spec) for spec in graph.specs.values()):
+        if any(map(self.config.tile_linear.cuts, graph.specs.values())):
             self._schedule(graph, leave_out=False)  # blocks of a layer are no part of it
             return
         folded = graph.clone() if self.folds.leave_out else None
