@@ -25,6 +25,7 @@ from fxzero.passes.release_saved import ReleaseSaved
 from fxzero.passes.shard_grads import ShardGrads
 from fxzero.passes.shard_params import ShardParams
 from fxzero.passes.stamp import StampNodes
+from fxzero.passes.tile_linear import TileLinear
 from fxzero.passes.update import Update
 
 __all__ = [
@@ -54,5 +55,6 @@ __all__ = [
     "ShardGrads",
     "ShardParams",
     "StampNodes",
+    "TileLinear",
     "Update",
 ]

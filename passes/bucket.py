@@ -4,7 +4,7 @@
 
 Transfers of one lane, phase, layer, group and dtype join until a byte cap. Buckets whose time
 would be mostly latency join a neighbour. Coalesced collectives take lists, so nothing is copied
-into or out of a flat buffer.
+into or out of a flat buffer. A block of a parameter (`tile_linear`) travels alone.
 """
 
 from __future__ import annotations
@@ -325,7 +325,9 @@ class Bucket(DecidingPass[Buckets]):
                     cap = self.cap_bytes or default_cap(chosen, ctx.costs) // parts
                     least = self._least(ctx.costs, chosen[0].record, cap)
                     caps[cap] = leasts[least] = None
-                    for members in group(chosen, cap, least):
+                    blocks = [[t] for t in chosen if graph.is_block(t)]
+                    others = [t for t in chosen if not graph.is_block(t)]
+                    for members in [*group(others, cap, least), *blocks]:
                         found.append(
                             Carried(
                                 name=f"{lane.value}.{segment.phase.value}.{made}",

@@ -197,7 +197,7 @@ class Prefetch(DecidingPass[Order]):
             found = FoundOrder(order, replay(problem.graph, order), f"distance {self.distance}")
             choice = Choice((), problem, found)
         else:
-            candidates = keepable(inventory.transfers) if self.keep else []
+            candidates = keepable(graph, inventory.transfers) if self.keep else []
             budget_bytes, share = self.budget_bytes, None
             if budget_bytes is None:
                 room = Room.USUAL if ctx.level is None else ctx.level.room
@@ -226,7 +226,7 @@ class Prefetch(DecidingPass[Order]):
         """
         cut = graph.loss is None
         inventory = self._inventory(graph, ctx)
-        kept = _kept(inventory.transfers, decision.kept)
+        kept = _kept(graph, inventory.transfers, decision.kept)
         problem = problem_of(inventory, kept=names_of(kept))
         order = _indices(problem, decision.order)
         first = first_gathers(problem, order)
@@ -268,13 +268,15 @@ class Prefetch(DecidingPass[Order]):
             )
 
 
-def _kept(transfers: Sequence[TransferNodes], names: Sequence[str]) -> list[TransferNodes]:
+def _kept(
+    graph: StepGraph, transfers: Sequence[TransferNodes], names: Sequence[str]
+) -> list[TransferNodes]:
     """The transfers of the buckets that are kept.
 
     Raises:
         ConfigError: one cannot be.
     """
-    candidates = {transfer.stamp.bucket: transfer for transfer in keepable(transfers)}
+    candidates = {transfer.stamp.bucket: transfer for transfer in keepable(graph, transfers)}
     for name in names:
         if name not in candidates:
             known = ", ".join(candidates) or "none"

@@ -8,12 +8,18 @@ reduced once. Parameters that are not sharded (stage 0, scalars) are all-reduced
 two-axis mesh a shard is all-reduced across its replicas after the reduce-scatter. Under
 `no_sync` full gradients are kept instead. In a step of several micro-batches, stages 2 and
 3 reduce every one's gradients, stages 0 and 1 their sum.
+
+Blocks of columns (`tile_linear`) are reduced one by one, and their shards put side by side:
+
+    d0 = reshard_grad(dw0)               d0 = wait(reduce_scatter([dw0]))[0]
+    d1 = reshard_grad(dw1)           →   g = begin_blocks(d0, 1, 0, 4096)
+    return cat([d0, d1], 1)              d1 = …; put_block_(g, d1, 1, 2048); return g
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -29,6 +35,7 @@ from fxzero.sharding.params import GradSync, ParamSpec
 from fxzero.transfer import TransferKind
 
 _aten = torch.ops.aten
+_fxzero = torch.ops.fxzero
 
 
 def full_gradients(node: fx.Node) -> list[fx.Node]:
@@ -104,6 +111,63 @@ def _sum(graph: StepGraph, grads: list[fx.Node], stamp: Stamp) -> fx.Node:
     return total
 
 
+def block_markers(graph: StepGraph, node: fx.Node) -> list[fx.Node]:
+    """The blocks' markers whose values, side by side and summed up, a node is, in graph order."""
+    if stamp_of(node).role is Role.RESHARD:
+        return [node]
+    known = node.target in (_aten.cat.default, _aten.add.Tensor) or is_view(node)
+    assert known, f"{node.name} of a gradient in blocks is {node.target}"
+    return sorted({m for source in node.all_input_nodes for m in block_markers(graph, source)})
+
+
+def place_block_reductions(graph: StepGraph, spec: ParamSpec, node: fx.Node) -> fx.Node:
+    """Reduce the gradients of a parameter's blocks; return what leaves the graph."""
+    parts: dict[str, list[Partial]] = {}
+    for term in accumulated(node):
+        segment = Segment(Phase.BACKWARD, stamp_of(term).micro_step)
+        for marker in block_markers(graph, term):
+            found = parts.setdefault(stamp_of(marker).params[0], [])
+            found.append(Partial([marker], [marker.all_input_nodes[0]], segment))
+    reduced = {key: place_reductions(graph, graph.specs[key], own) for key, own in parts.items()}
+    return _side_by_side(graph, spec, sorted(reduced.items(), key=lambda pair: pair[1]))
+
+
+def _side_by_side(graph: StepGraph, spec: ParamSpec, blocks: list[tuple[str, fx.Node]]) -> fx.Node:
+    """Put the shards of blocks into one of the whole parameter, as they come.
+
+    Args:
+        blocks: in graph order. Those of one reader are together.
+    """
+    stamp = stamp_of(blocks[-1][1]).but(
+        lane=Lane.COMPUTE,
+        role=Role.ACCUMULATE,
+        layer=spec.layer,
+        params=(spec.key,),
+        made_by="shard_grads",
+        transfer=None,
+    )
+    total: fx.Node | None = None
+    seen: set[int] = set()
+    for key, part in blocks:
+        block = graph.specs[key].block
+        assert block is not None
+        last = part if total is None else max(total, part)
+        with graph.graph.inserting_after(last), graph.made_for(part):
+            if total is None:
+                args: tuple[Any, ...] = (part, 1, block.start, spec.shape[1])
+                total = graph.call(_fxzero.begin_blocks.default, args, stamp=stamp)
+            else:
+                put = _fxzero.add_block_ if block.start in seen else _fxzero.put_block_
+                args = (total, part, 1, block.start)
+                total = graph.call(put.default, args, stamp=stamp)
+        seen.add(block.start)
+    assert total is not None
+    if graph.loss is None:
+        return total
+    with graph.graph.inserting_after(total), graph.made_for(total):
+        return _laid_out(graph, total, spec, stamp.but(role=Role.FINISH))
+
+
 @dataclass(frozen=True)
 class Partial:
     """One micro-step's part of a parameter's gradient."""
@@ -173,7 +237,7 @@ def place_reductions(graph: StepGraph, spec: ParamSpec, parts: list[Partial]) ->
                 # What is done to the sum belongs to the transfer: no layer computes it.
                 prepare = stamp.but(role=Role.PREPARE)
                 total = _synchronise(graph, total, spec, part.markers, stamp, prepare)
-            if part is parts[-1] and graph.loss is not None:
+            if part is parts[-1] and graph.loss is not None and spec.block is None:
                 finish = stamp.but(role=Role.FINISH)
                 total = _laid_out(graph, total, spec, finish)
     assert total is not None
@@ -264,7 +328,11 @@ class ShardGrads(Pass):
             if not isinstance(node, fx.Node):
                 continue
             spec = graph.specs[key]
-            values[position] = place_reductions(graph, spec, partials(graph, node, key in marked))
+            if key in graph.blocks:
+                values[position] = place_block_reductions(graph, spec, node)
+            else:
+                parts = partials(graph, node, key in marked)
+                values[position] = place_reductions(graph, spec, parts)
             full.append(node)
             if stamp_of(values[position]).role is Role.KEEP:
                 kept += 1

@@ -8,7 +8,8 @@ How long a full parameter lives is the ZeRO stage: at stage 3 each phase gathers
 own and releases it after the phase's last use; at stages 1 and 2 backward reads what
 forward gathered; at stage 0 nothing is gathered. A parameter that is read many times
 (tied weights, a module used twice) is gathered once per phase. In a step of several
-micro-batches, stage 3 gathers for each of them, stages 1 and 2 once.
+micro-batches, stage 3 gathers for each of them, stages 1 and 2 once. Of a block of columns
+(`tile_linear`) each rank sends those of its shard.
 """
 
 from __future__ import annotations
@@ -52,12 +53,24 @@ def _cast(graph: StepGraph, source: fx.Node, spec: ParamSpec, stamp: Stamp) -> f
     return graph.call(_aten._to_copy.default, (source,), dtype, stamp=stamp)
 
 
+def _own_columns(graph: StepGraph, source: fx.Node, spec: ParamSpec, stamp: Stamp) -> fx.Node:
+    """This rank's rows of a block, where a spec is of one: a view."""
+    if spec.block is None:
+        return source
+    columns = (source, 1, spec.block.start, spec.block.stop)
+    return graph.call(_aten.slice.Tensor, columns, stamp=stamp)
+
+
 def emit_gathers(graph: StepGraph, source: fx.Node, spec: ParamSpec, stamp: Stamp) -> fx.Node:
     """Emit the nodes that make a full parameter of a shard; return the full one."""
     if spec.shard_group is None:
         return _cast(graph, source, spec, stamp.but(lane=Lane.COMPUTE, role=Role.COMPUTE))
     prepare = stamp.but(role=Role.PREPARE)
-    part = _cast(graph, source, spec, prepare)
+    part = _own_columns(graph, source, spec, prepare)
+    part = _cast(graph, part, spec, prepare)
+    if spec.block is not None and spec.compute_dtype == spec.dtype:
+        form = {"memory_format": torch.contiguous_format}
+        part = graph.call(_aten.clone.default, (part,), form, stamp=prepare)
     if spec.is_padded:
         missing = spec.chunk_rows - spec.local_shape[0]
         padding = [0, 0] * (len(spec.shape) - 1) + [0, missing]

@@ -193,7 +193,9 @@ class Lockstep:
         return buffers
 
     def unshard(self, shards: Sequence[Tensor], specs: Sequence[ParamSpec]) -> Values:
-        """The full parameter in its compute dtype."""
+        """The full parameter in its compute dtype, or the columns that a block is."""
+        if (block := specs[0].block) is not None:
+            shards = [shard[:, block.start : block.stop] for shard in shards]
         parts = [part.to(specs[0].compute_dtype) for part in shards]
         if specs[0].shard_group is None:
             return [part.clone() for part in parts]

@@ -170,6 +170,10 @@ class Compilation:
         budget = self.config.budget
         if budget is not None and graph.num_forward_outputs < len(graph.output_values):
             self.budget_bytes = Fitting(self, graph, budget).run()
+            self.specs = graph.specs
+            return
+        if any(map(self.config.tile_linear.cuts, graph.specs.values())):
+            self._schedule(graph, leave_out=False)  # blocks of a layer are no part of it
             return
         folded = graph.clone() if self.folds.leave_out else None
         try:

@@ -26,6 +26,7 @@ from fxzero.passes import (
     OffloadStates,
     Prefetch,
     Recompute,
+    TileLinear,
 )
 from fxzero.passes.lower_regions import RegionBackend
 from fxzero.passes.recompute import Policy
@@ -126,6 +127,7 @@ class Config:
     cost: CostSettings = field(default_factory=CostSettings)
     lower_kernels: LowerKernels = field(default_factory=LowerKernels)
     recompute: Recompute = field(default_factory=Recompute)
+    tile_linear: TileLinear = field(default_factory=TileLinear)
     bucket: Bucket = field(default_factory=Bucket)
     prefetch: Prefetch = field(default_factory=Prefetch)
     offload_states: OffloadStates = field(default_factory=OffloadStates)

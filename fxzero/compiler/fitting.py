@@ -226,7 +226,7 @@ class Fitting:
         order = step.order
         again = sum(
             transfer.record.full_bytes
-            for transfer in keepable(graph.transfers())
+            for transfer in keepable(graph, graph.transfers())
             if transfer.stamp.micro_step == 0
         )
         trial = Trial(number, room, step, _NOTHING, 0, order.step_us, order.exposed_us, again)

@@ -39,6 +39,7 @@ from fxzero.passes import (
     ShardGrads,
     ShardParams,
     StampNodes,
+    TileLinear,
     Update,
 )
 from fxzero.passes.decision import DecidingPass
@@ -48,6 +49,7 @@ SCHEDULING: tuple[type[Pass], ...] = (
     LowerKernels,
     DrawMasks,
     Recompute,
+    TileLinear,
     Outline,
     Accumulate,
     ShardParams,
@@ -133,6 +135,8 @@ def step_passes(
 def _pipelines(config: Config, door: Door, own: Iterable[Pass] = ()) -> Pipelines:
     given = {type(one): one for one in own}
     unused: set[type[Pass]] = set()
+    if not config.tile_linear.max_bytes:
+        unused.add(TileLinear)
     if not config.offload_states.share:
         unused.add(OffloadStates)
     if not config.offload_params.share:

@@ -41,11 +41,12 @@ def wrong_transfers(graph: StepGraph) -> Iterator[Finding]:
             given = stamp_of(part).params
             if transfer.stamp.lane in (Lane.GATHER, Lane.H2D):
                 expected = _params_behind((sent,)) if sent is not None else ()
+                given = tuple(graph.owner_of(key) for key in given)
             if expected and given and not set(given) <= set(expected):
                 yield Finding(
                     part,
-                    f"{part.name} is taken for {_names(given)}, but {transfer.launch.name} "
-                    f"sent {_names(expected)} there",
+                    f"{part.name} is taken for {names_of(given)}, but {transfer.launch.name} "
+                    f"sent {names_of(expected)} there",
                     "Keep the order of tensors and parts of a transfer alike.",
                 )
 
@@ -201,7 +202,7 @@ def wrong_gradient(
                     yield Finding(
                         node,
                         f"the gradient of {name} is {node.name}, which is that of "
-                        f"{_names(stamp.params)}",
+                        f"{names_of(stamp.params)}",
                         "Keep parameters and gradients in one order.",
                     )
                 launch = launch_of(node)
@@ -212,7 +213,7 @@ def wrong_gradient(
                         f"the gradient of {name} is no mean over the ranks: {launch.args[1:]}",
                         "Gradients are averaged: reduce them with 'avg'.",
                     )
-            node = _before(node)
+            node = value_before(node)
         steps.append(stamp_of(term).micro_step)
     if sorted(steps) != expected and (len(steps) > 1 or len(expected) > 1):
         yield Finding(
@@ -234,7 +235,7 @@ def sent_as(part: fx.Node) -> fx.Node:
     return sent_by(launch_of(part))[index]
 
 
-def _before(node: fx.Node) -> fx.Node:
+def value_before(node: fx.Node) -> fx.Node:
     """Where a node's value comes from, through the transfer that brought it."""
     return sent_as(node) if stamp_of(node).role is Role.PART else node.all_input_nodes[0]
 
@@ -246,12 +247,12 @@ def _terms(node: fx.Node) -> list[fx.Node]:
         Role.ACCUMULATE,
         Role.PART,
     ):
-        node = _before(node)
+        node = value_before(node)
     if node.op == "call_function" and stamp_of(node).role is Role.PART:
         # Stages 0 and 1 reduce the sum: it is behind the transfer.
         sent = node
         while sent.op == "call_function" and stamp_of(sent).role in _MOVES:
-            sent = _before(sent)
+            sent = value_before(sent)
         if sent.op != "call_function" or stamp_of(sent).role is not Role.ACCUMULATE:
             return [node]
         node = sent
@@ -281,8 +282,8 @@ def wrong_updates(graph: StepGraph) -> Iterator[Finding]:
                 if found != key:
                     yield Finding(
                         node,
-                        f"{node.name} takes {source.name} for the {what} of {_names((key,))}, "
-                        f"which is that of {_names((found,))}",
+                        f"{node.name} takes {source.name} for the {what} of {names_of((key,))}, "
+                        f"which is that of {names_of((found,))}",
                         "Keep parameters, gradients and state of an update in one order.",
                     )
 
@@ -311,12 +312,12 @@ def early_launches(graph: StepGraph) -> Iterator[Finding]:
                     update = updated_later[key]
                     yield Finding(
                         node,
-                        f"{node.name} gathers {_names((key,))} for the next step before "
+                        f"{node.name} gathers {names_of((key,))} for the next step before "
                         f"{update.name} has changed it",
                         "Launch it behind the last update of its parameters.",
                     )
 
 
-def _names(keys: tuple[str, ...]) -> str:
+def names_of(keys: tuple[str, ...]) -> str:
     """Parameters' names, without their models' numbers."""
     return ", ".join(key.partition("/")[2] or key or "nothing" for key in keys) or "nothing"

@@ -114,6 +114,9 @@ class Stamp:
     """What a launch starts."""
     pool: Pool = Pool.DEVICE
     """Where its value is held."""
+    alone: bool = False
+    """Whether it runs as the operator that it is, and is part of no region: it works on one block
+    of many, and a region would be another one for each."""
 
     def but(self, **changes: Any) -> Stamp:
         """The same stamp, but for some fields: what ``dataclasses.replace`` makes, for every node

@@ -126,6 +126,9 @@ class StepGraph:
         """The norm of all gradients."""
         self.steady_runs = 1
         """How many micro-steps the fourth of five stands for: see `fxzero.graph.steady`."""
+        self.blocks: dict[str, tuple[str, ...]] = {}
+        """By a parameter that travels block by block, the blocks whose gradients are its own: see
+        the pass `tile_linear`."""
         self.left_out: list[LeftOut] = []
         """Equal layers that it does without until `fxzero.passes.expand_layers`."""
         self.skip: fx.Node | None = None
@@ -152,6 +155,20 @@ class StepGraph:
             key: f"{numbers.index(spec.state.number)}/{spec.name}" if several else spec.name
             for key, spec in self.specs.items()
         }
+
+    def add_blocks(self, specs: Iterable[ParamSpec]) -> None:
+        """Know blocks of parameters as what travels for itself."""
+        self.specs |= {spec.key: spec for spec in specs}
+        vars(self).pop("labels", None)
+
+    def owner_of(self, key: str) -> str:
+        """The parameter that a key is of: its own, or that of which it is a block."""
+        spec = self.specs.get(key)
+        return spec.block.owner if spec is not None and spec.block is not None else key
+
+    def is_block(self, transfer: TransferNodes) -> bool:
+        """Whether a transfer carries a block of a parameter."""
+        return any(self.owner_of(key) != key for key in transfer.stamp.params)
 
     @property
     def identity(self) -> str:
@@ -297,6 +314,7 @@ class StepGraph:
         )
         other.pieces = self.pieces
         other.steady_runs = self.steady_runs
+        other.blocks = dict(self.blocks)
         other.left_out = [chain.moved(copies) for chain in self.left_out]
         for name in ("scale", "norm", "skip"):
             node = getattr(self, name)

@@ -4,11 +4,13 @@
     waits         every transfer is waited for exactly once, after its launch and before its
                   first use, and does what its record says
     constants     what a node reads from the module is what it was traced with
-    belongings    what is waited for is the parameter that was sent, over its group
+    belongings    what is waited for is the parameter that was sent, over its group; of a block of
+                  it, the block's columns
     releases      nothing reads a parameter after its release
     reductions    every trainable parameter's gradient is its own, averaged exactly once over
                   each of its groups, and holds every micro-step once, before it leaves the
-                  graph or updates the parameter
+                  graph or updates the parameter; of one in blocks so is each block's, and it
+                  holds all of them in their places
     updates       an update takes the parameter's own gradient and state; nothing reads a
                   parameter, or a buffer, after it was updated, but the next step's gathers,
                   which do not start before
@@ -45,6 +47,7 @@ from fxzero.graph.belongings import (
     wrong_transfers,
     wrong_updates,
 )
+from fxzero.graph.blocks import block_of, shards_side_by_side, wrong_blocks, wrong_columns
 from fxzero.graph.constants import mismatch
 from fxzero.graph.lanes import wrong_lanes
 from fxzero.graph.node_text import node_line, source_line
@@ -78,6 +81,8 @@ def verify(graph: StepGraph, facts: Iterable[str], *, after: str) -> None:
             _none_of(graph, after, wrong_calls(graph))
     if known & {"gathered", "reduced", "cut"}:
         _none_of(graph, after, wrong_transfers(graph))
+        if "cut" not in known:
+            _none_of(graph, after, wrong_blocks(graph))
         check_releases(graph, after)
     if "reduced" in known and "cut" not in known:
         check_reductions(graph, after)
@@ -277,7 +282,12 @@ def check_reductions(graph: StepGraph, after: str) -> None:
 
 
 def _check_reduced(graph: StepGraph, node: fx.Node, key: str, steps: list[int], after: str) -> None:
-    """See that a gradient passed the reductions of its parameter."""
+    """See that a gradient passed the reductions of its parameter, or each of its blocks did."""
+    if key in graph.blocks:
+        _none_of(graph, after, wrong_columns(graph, node, key))
+        for part, _, _ in shards_side_by_side(graph, node):
+            _check_reduced(graph, part, block_of(part), steps, after)
+        return
     spec = graph.specs[key]
     expected = [g.name for g in (spec.shard_group, *spec.replica_groups) if g is not None]
     found = _reductions(node)

@@ -58,7 +58,7 @@ def is_lowerable(node: fx.Node, known: Mapping[fx.Node, bool] = MappingProxyType
     """
     if node.op != "call_function" or stamp_of(node).role is not Role.COMPUTE:
         return False
-    if stamp_of(node).phase is Phase.OPTIMIZER or is_random(node):
+    if stamp_of(node).phase is Phase.OPTIMIZER or stamp_of(node).alone or is_random(node):
         return False
     if node.target is operator.getitem:
         (source,) = node.all_input_nodes

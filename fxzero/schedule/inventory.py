@@ -15,13 +15,14 @@ from typing import Any
 from torch import fx
 
 from fxzero.cost.model import CostModel
-from fxzero.graph import Lane, Phase, Role, StepGraph
+from fxzero.graph import Lane, Phase, Role, Segment, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.stamps import BESIDE_COMPUTE, stamp_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.schedule.followers import is_follower, through_followers
 from fxzero.schedule.keep import gathered_in_forward
 from fxzero.schedule.storage import storages_of
+from fxzero.transfer import TransferKind
 
 
 @dataclass
@@ -77,6 +78,7 @@ class Inventory:
         self.second_of = self._second_stages()
         self.follower_us, self.tail_us = self._follower_costs()
         self.ending = self._endings()
+        self.makes_room = self._makes_room()
         self.end_of_forward = self._end_of_forward() if cut else None
         self.problems: dict[frozenset[str], Any] = {}
         """What `fxzero.schedule.problem` has made of it, by the buckets that are kept."""
@@ -199,6 +201,40 @@ class Inventory:
             ending[len(self.units) if last is None else last].append(release)
         return ending
 
+    def _makes_room(self) -> dict[int, int]:
+        """By gather of a block, the last unit that reads the block before the one before it: of a
+        parameter no more than two blocks are there, one that is read and one on its way."""
+        found: dict[int, int] = {}
+        before: dict[tuple[str, Segment], list[int]] = defaultdict(list)
+        for i, transfer in enumerate(self.gathers):
+            if not self.step.is_block(transfer) or self.first_use[i] is None:
+                continue
+            owner = self.step.owner_of(transfer.stamp.params[0])
+            before[owner, transfer.stamp.segment].append(i)
+        for gathers in before.values():
+            gathers.sort(key=lambda i: self.first_use[i] or 0)
+            for earlier, later in zip(gathers, gathers[2:], strict=False):
+                users = through_views(self.gathers[earlier].results)
+                last, use = self._last_unit(users), self.first_use[later]
+                if last is not None and use is not None and last < self.unit_of[use]:
+                    found[later] = last
+        return found
+
+    def joined_before(self) -> dict[int, list[int]]:
+        """By unit, the reduces that are to be joined before it: of a parameter in blocks the full
+        gradient of one block is there, and no more."""
+        found: dict[int, list[int]] = defaultdict(list)
+        before: dict[tuple[str, Segment, TransferKind], int] = {}
+        for r, transfer in sorted(enumerate(self.reduces), key=lambda pair: self.made_by[pair[0]]):
+            if not self.step.is_block(transfer):
+                continue
+            owner = self.step.owner_of(transfer.stamp.params[0])
+            key = (owner, transfer.stamp.segment, transfer.record.kind)
+            if key in before and self.made_by[before[key]] < self.made_by[r]:
+                found[self.made_by[r]].append(before[key])
+            before[key] = r
+        return found
+
     def _end_of_forward(self) -> int | None:
         """The last unit of forward."""
         forward = (
@@ -234,11 +270,16 @@ def sources_of(transfer: TransferNodes) -> list[fx.Node]:
 
 def _readers_of(release: fx.Node) -> set[fx.Node]:
     """Everything that reads what a release ends, through views."""
+    return through_views(release.all_input_nodes) - {release}
+
+
+def through_views(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Everything that reads nodes, through views."""
     found: set[fx.Node] = set()
-    queue = list(release.all_input_nodes)
+    queue = list(nodes)
     while queue:
         for user in queue.pop().users:
-            if user is release or user in found:
+            if user in found:
                 continue
             found.add(user)
             if is_view(user):

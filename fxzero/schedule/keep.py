@@ -43,13 +43,16 @@ def key_of(part: fx.Node) -> Key:
     return stamp.params[0], stamp.micro_step
 
 
-def keepable(transfers: Sequence[TransferNodes]) -> list[TransferNodes]:
-    """Gathers of backward that repeat forward's: those with the shortest time between first."""
+def keepable(graph: StepGraph, transfers: Sequence[TransferNodes]) -> list[TransferNodes]:
+    """Gathers of backward that repeat forward's: those with the shortest time between first.
+
+    A block of a parameter is not kept: it travels alone so that not all of them are there.
+    """
     forward = gathered_in_forward(transfers)
     return [
         transfer
         for transfer in _gathers(transfers, Phase.BACKWARD)
-        if all(key_of(part) in forward for part in transfer.parts)
+        if all(key_of(part) in forward for part in transfer.parts) and not graph.is_block(transfer)
     ]
 
 

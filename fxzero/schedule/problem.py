@@ -167,6 +167,7 @@ class _Problem:
 
     def __post_init__(self) -> None:
         self.index = {what: i for i, what in enumerate(self.plan)}
+        self.joined_before = self.inventory.joined_before()
 
     def make(self) -> Problem:
         inventory = self.inventory
@@ -295,7 +296,7 @@ class _Problem:
         unit = inventory.units[u]
         after = [index["unit", u - 1]] if u else []
         after += [index["gather", g] for g in unit.needs if g not in self.dropped]
-        after += [index["join", r] for r in unit.reads]
+        after += [index["join", r] for r in (*unit.reads, *self.joined_before.get(u, ()))]
         stamp = stamp_of(unit.nodes[0])
         name = f"{stamp.layer or 'root'} {stamp.phase.value}"
         us = inventory.unit_us[u]
@@ -308,6 +309,7 @@ class _Problem:
         made_by = inventory.kept_by[i]
         if inventory.end_of_forward is not None and transfer.stamp.phase is Phase.BACKWARD:
             made_by = inventory.end_of_forward
+        made_by = max(made_by, inventory.makes_room.get(i, -1))
         after = (self.index["unit", made_by],) if made_by >= 0 else ()
         nodes = launch_nodes(transfer)
         if inventory.first_use[i] is None:

@@ -15,6 +15,9 @@ Physical, put in the graph by passes next to `_c10d_functional`'s collectives:
 
     keep_grad(grad, param)      -> a zero shard; the full gradient is kept on this rank
     add_kept_grad(grad, param)  -> grad plus what was kept
+    begin_blocks(part, dim, start, size)  -> a tensor of that size along dim, the part in place
+    put_block_(whole, part, dim, start)   -> whole, with another part in place
+    add_block_(whole, part, dim, start)   -> whole, with a part added to what is there
     release(tensors)            ends the life of gathered parameters
     release_saved(tensors)      ends the life of saved activations, unless the caller
                                 asked autograd to retain the graph
@@ -44,6 +47,9 @@ _library.define("reshard_grad(Tensor grad, str param, str sync) -> Tensor")
 _library.define("keep_grad(Tensor grad, str param) -> Tensor")
 _library.define("add_kept_grad(Tensor grad, str param) -> Tensor")
 _library.define("micro_batch(Tensor batch, int index, int count) -> Tensor")
+_library.define("begin_blocks(Tensor part, int dim, int start, int size) -> Tensor")
+_library.define("put_block_(Tensor(a!) whole, Tensor part, int dim, int start) -> Tensor(a!)")
+_library.define("add_block_(Tensor(a!) whole, Tensor part, int dim, int start) -> Tensor(a!)")
 _library.define("release(Tensor(a!)[] tensors) -> ()")
 _library.define("release_saved(Tensor(a!)[] tensors) -> ()")
 
@@ -224,6 +230,28 @@ def _micro_batch_fake(batch: Tensor, index: int, count: int) -> Tensor:
     return batch.new_empty_strided(shape, batch.stride())
 
 
+def _begin_blocks_fake(part: Tensor, dim: int, start: int, size: int) -> Tensor:
+    return part.new_empty((*part.shape[:dim], size, *part.shape[dim + 1 :]))
+
+
+def _begin_blocks(part: Tensor, dim: int, start: int, size: int) -> Tensor:
+    return _put_block(_begin_blocks_fake(part, dim, start, size), part, dim, start)
+
+
+def _put_block(whole: Tensor, part: Tensor, dim: int, start: int) -> Tensor:
+    whole.narrow(dim, start, part.shape[dim]).copy_(part)
+    return whole
+
+
+def _add_block(whole: Tensor, part: Tensor, dim: int, start: int) -> Tensor:
+    whole.narrow(dim, start, part.shape[dim]).add_(part)
+    return whole
+
+
+def _block_fake(whole: Tensor, part: Tensor, dim: int, start: int) -> Tensor:
+    return whole
+
+
 def _release(tensors: list[Tensor]) -> None:
     for tensor in tensors:
         free_storage(tensor)
@@ -244,6 +272,9 @@ for _name, _eager, _fake in (
     ("keep_grad", _keep_grad, _shard_like_fake),
     ("add_kept_grad", _add_kept_grad, _full_like_fake),
     ("micro_batch", _micro_batch, _micro_batch_fake),
+    ("begin_blocks", _begin_blocks, _begin_blocks_fake),
+    ("put_block_", _put_block, _block_fake),
+    ("add_block_", _add_block, _block_fake),
     ("release", _release, _release_fake),
     ("release_saved", _release_saved, _release_fake),
 ):

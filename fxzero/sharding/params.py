@@ -13,7 +13,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -110,6 +110,16 @@ class ModelState:
         setattr(MODES, self.mode, value)
 
 
+@dataclass(frozen=True)
+class Block:
+    """Which columns of a matrix travel for themselves: see `fxzero.passes.tile_linear`."""
+
+    owner: str
+    """The key of the parameter that they are of."""
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, eq=False)
 class ParamSpec:
     """How one parameter lives: shapes in elements, dtypes, groups."""
@@ -131,6 +141,8 @@ class ParamSpec:
     """Where its parts are, and what travels for it."""
     parameter: weakref.ref[torch.nn.Parameter] | None = None
     """The parameter itself, to see whether its gradient was set to None."""
+    block: Block | None = None
+    """Of some columns of a parameter: which. All rows of them are there, on each rank its own."""
 
     @classmethod
     def whole(
@@ -151,6 +163,20 @@ class ParamSpec:
             compute_dtype=parameter.dtype,
             reduce_dtype=parameter.dtype,
             layout=layout,
+        )
+
+    def columns(self, start: int, stop: int, word: str) -> ParamSpec:
+        """Some columns of a matrix, laid out as all of it is.
+
+        Args:
+            word: what its name ends with.
+        """
+        return replace(
+            self,
+            name=f"{self.name}.{word}",
+            key=f"{self.key}.{word}",
+            shape=(self.shape[0], stop - start),
+            block=Block(self.key, start, stop),
         )
 
     @cached_property
@@ -216,8 +242,9 @@ class ParamSpec:
 
     @property
     def layer(self) -> str:
-        """The layer that owns it: see `layer_of`."""
-        return layer_of(self.name.rpartition(".")[0])
+        """The layer that owns it: see `layer_of`. A block of columns is one of its own, so that it
+        travels and is computed with alone."""
+        return self.name if self.block is not None else layer_of(self.name.rpartition(".")[0])
 
 
 def layer_of(module_path: str) -> str:

@@ -90,6 +90,23 @@ def _step(**settings: Any) -> None:
     step_graph(layers_in_a_step, **{"options": {**EAGER, "bucket": {}}, **settings})
 
 
+class ReadsTwice(nn.Module):
+    """A weight that two layers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 16) to a scalar."""
+        return self.layer(self.layer(x).relu()).square().mean()
+
+
+def reads_twice() -> tuple[nn.Module, tuple[Any, ...]]:
+    """The model and its batch."""
+    return ReadsTwice(), (torch.randn(4, 16),)
+
+
 def _kept() -> None:
     options = {**EAGER, **SLOW_LINK, "prefetch": {"budget_bytes": KEEP_ALL}}
     step_graph(chain_of(5, 16), options=options)
@@ -144,6 +161,12 @@ GRAPHS: dict[str, Callable[[], None]] = {
     "step with state on disk": functools.partial(_step, zero=3, options={**ON_DISK, "bucket": {}}),
     "step with state on disk, a bucket a layer": functools.partial(
         step_graph, chain_of(6, 16), zero=0, world_size=1, options=ON_DISK
+    ),
+    "step of weights in blocks": functools.partial(
+        step_graph,
+        reads_twice,
+        micro_batches=2,
+        options={**EAGER, "tile_linear": {"max_bytes": 256}},
     ),
     "step that keeps parameters": _kept,
     "step with gathers ahead": _ahead,

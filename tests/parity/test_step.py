@@ -77,6 +77,9 @@ class Case:
     force: str = ""
     """Our own kernels, as `lower_kernels.force` names them."""
     mesh: tuple[int, ...] = ()
+    tile_bytes: int = 0
+    """Weights above it travel in blocks: `tile_linear.max_bytes`."""
+    memory: str = "none"
 
 
 @dataclass
@@ -137,6 +140,8 @@ def compiled_run(case: Case) -> Run:
         options={
             "lower_regions": {"backend": case.lowering},
             "lower_kernels": {"force": case.force},
+            "tile_linear": {"max_bytes": case.tile_bytes},
+            "memory": case.memory,
         },
     )
     run = Run()

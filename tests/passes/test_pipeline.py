@@ -65,8 +65,8 @@ def test_every_pass_has_one_place() -> None:
     """Each is in the order once, and options of the configuration belong to one."""
     order = [*SCHEDULING, *LOWERING]
     assert len(set(order)) == len(order)
-    values = {"offload_activations": {"share": 1.0}}
-    everything = Config.from_options({"memory": "all_host", **values})
+    more = {"offload_activations": {"share": 1.0}, "tile_linear": {"max_bytes": 1}}
+    everything = Config.from_options({"memory": "infinity", **more})
     doors = [loop_passes(Config()), step_passes(everything)]
     run = {type(one) for door in doors for one in (*door.scheduling, *door.lowering)}
     assert run == set(order)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.mutants.fault import Fault
 from tests.mutants.faults import (
+    blocks,
     disk,
     equal_layers,
     gathers,
@@ -22,6 +23,7 @@ from tests.mutants.faults import (
 FAULTS: tuple[Fault, ...] = (
     *gathers.FAULTS,
     *reduces.FAULTS,
+    *blocks.FAULTS,
     *micro_steps.FAULTS,
     *updates.FAULTS,
     *identity.FAULTS,
