@@ -172,10 +172,11 @@ def land_gradients(graph: StepGraph, downloads: list[TransferNodes]) -> None:
 
 def join_gradients(graph: StepGraph, downloads: list[TransferNodes]) -> None:
     """Let a copy begin when the one but one before it is there, and the loop have all of them."""
-    later = [copy.launch for copy in downloads[IN_FLIGHT:]]
-    for copy, end in zip_longest(downloads, later):
+    for i, copy in enumerate(downloads):
+        is_last = i + IN_FLIGHT >= len(downloads)
+        end = graph.output if is_last else downloads[i + IN_FLIGHT].launch
         for node in (copy.wait, *copy.parts):
-            (end or graph.output).prepend(node)
+            end.prepend(node)
 
 
 def land_values(downloads: list[TransferNodes], timeline: Timeline) -> None:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 import fxzero
 from fxzero import CaptureError, ConfigError, FxZeroError, FxZeroWarning, ShardingError
+from fxzero.compiler.fitting import gradients_before
 from fxzero.sharding import host, materialize
 from fxzero.sharding.params import GradSync
 from fxzero.sharding.shard import param_specs, replace_specs
+from tests.tracing import chain, trace
 
 EAGER = {"lower_regions": {"backend": "eager"}}
 CPU = torch.device("cpu")
@@ -145,6 +147,12 @@ def test_lanes_can_be_held_back() -> None:
     plain = fxzero.shard(nn.Linear(4, 2))
     with pytest.warns(FxZeroWarning, match="nothing is copied to or from the host"):
         torch.compile(plain, backend="fxzero", options=options)(torch.ones(3, 4))
+
+
+def test_gradients_of_before_are_not_in_a_budget() -> None:
+    """They wait on the host for those to come."""
+    graphs = (trace(chain(2), zero=3, offload=offload) for offload in (True, False))
+    assert [gradients_before(graph) for graph in graphs] == [0, 2 * 8 * 4]
 
 
 def step_of(model: nn.Module, **options: Any) -> Any:
