@@ -11,6 +11,7 @@ may be on their way, so that a slow link holds back backward, and not more memor
 simulated. A saved value is held until its copy should have landed, by its cost. Updates on the host
 are waited for at the end of the step; what they leave is copied to the device behind each, and the
 next step waits. Around an update of what is on disk stands what reads and what writes it, in a row.
+In the ordinary loop, which updates by itself, gradients have landed when the graph returns them.
 """
 
 from __future__ import annotations

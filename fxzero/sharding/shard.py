@@ -209,7 +209,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def report(model: nn.Module) -> Traffic:
     """What the compiled graphs of a sharded model have communicated since `shard`.
 
-    Cumulative: take the difference of two reports for one step.
+    With `offload`, and where a whole step holds something on the host, also what this rank has
+    copied to the device and from it. Cumulative: take the difference of two reports for one step.
 
     Raises:
         ShardingError: the model was not sharded by `fxzero.shard`.

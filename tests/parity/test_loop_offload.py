@@ -22,6 +22,10 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 import fxzero
+from examples.benchmarks.measure import allocated_peak_bytes
+from examples.models import gpt_bench
+from fxzero.compiler.compilation import Compilation
+from fxzero.schedule.simulate import simulate_memory
 from tests.pairwise import pairwise
 from tests.parity.harness import Pools
 from tests.parity.models import EXAMPLES, Batch
@@ -37,6 +41,7 @@ from tests.parity.training import (
     mean_over_ranks,
     rows_of_rank,
 )
+from tests.tracing import observed
 
 STEPS = 3
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
@@ -246,6 +251,41 @@ def whole_steps(zero: int) -> None:
 def test_whole_steps(ranks: Pools) -> None:
     """By default it is ``memory="all_host"``."""
     ranks(2).run(whole_steps, 3)
+
+
+def simulated_and_measured(offload: bool) -> tuple[int, int]:
+    """What a forward and a backward hold on the device beside what was there before."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = gpt_bench(num_layers=2, hidden=128, num_heads=4)
+    fxzero.shard(model, zero=3, offload=offload)
+    batch = model.example_inputs(2)
+    found: list[Compilation] = []
+
+    def keep(compilation: Compilation) -> None:
+        compilation.keep_graphs = True
+        found.append(compilation)
+
+    with observed(keep):
+        compiled = compile_eagerly(model)
+        train_once(compiled, batch)
+    (graph,) = [c.joint for c in found if c.joint is not None]
+    memory = simulate_memory(graph, fuses=False)
+    measured = min(allocated_peak_bytes(lambda: train_once(compiled, batch)) for _ in range(3))
+    return memory.peak_bytes - memory.resident_bytes, measured
+
+
+def train_once(model: nn.Module, batch: tuple[Tensor, ...]) -> None:
+    """A backward whose gradients are dropped."""
+    model(*batch).backward()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_the_peak_is_the_simulated_one(offload: bool) -> None:
+    """It is where backward begins, when nothing has gone down yet that torch would count, too."""
+    simulated, measured = simulated_and_measured(offload)
+    assert simulated == pytest.approx(measured, rel=0.01)
 
 
 def test_training_goes_on_by_an_optimizer_of_the_users_own() -> None:

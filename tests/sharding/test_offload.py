@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fxzero
 from fxzero import CaptureError, ConfigError, FxZeroError, FxZeroWarning, ShardingError
 from fxzero.compiler.fitting import gradients_before
+from fxzero.runtime import copies
 from fxzero.sharding import host, materialize
 from fxzero.sharding.params import GradSync
 from fxzero.sharding.shard import param_specs, replace_specs
@@ -112,6 +113,47 @@ def test_pinned_memory_that_is_refused_is_told_once(monkeypatch: pytest.MonkeyPa
         assert host.at_home(tensor, torch.device("cuda", 0)) is tensor
     assert host.at_home(tensor, torch.device("cuda", 0)) is tensor
     host._warn_of_pages.cache_clear()
+
+
+class Event:
+    """Something that is recorded on a stream."""
+
+    waited = False
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        self.waited = True
+
+
+def test_who_waits_for_copies_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute is on their stream; the host waits for gradients, and when a graph has ended.
+
+    A device that holds nothing stands for a GPU.
+    """
+    made: list[tuple[Event, list[Tensor], list[Tensor]]] = []
+
+    def on_stream(targets: list[Tensor], sources: list[Tensor]) -> Event:
+        made.append((Event(), targets, sources))
+        return made[-1][0]
+
+    monkeypatch.setattr(copies, "_on_stream", on_stream)
+    monkeypatch.setattr(copies, "pinned", lambda tensor: tensor)
+    gpu = torch.device("meta")
+    up = copies.bring([torch.ones(3)], torch.bfloat16, gpu, 0.0)
+    down = copies.send_home([torch.ones(3, device=gpu)], 0.0)
+    (going_up, targets, sources), (going_down, arriving, leaving) = made
+    assert [(t.device, t.dtype) for t in sources] == [(CPU, torch.bfloat16)]
+    assert sources[0].tolist() == [1.0] * 3
+    assert [t.device for t in targets + leaving] == [gpu, gpu]
+    assert copies.join_upload(up)[0] is targets[0]
+    assert not going_up.waited
+    assert not going_down.waited
+    assert copies.join_download(down)[0] is arriving[0]
+    assert arriving[0].device == CPU
+    assert going_down.waited
+    copies.settle()
+    assert going_up.waited
+    assert not copies._unsettled
 
 
 def test_fakes_know_both_devices() -> None:
