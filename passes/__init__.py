@@ -17,6 +17,7 @@ from fxzero.passes.lower_transfers import LowerTransfers
 from fxzero.passes.offload_activations import OffloadActivations
 from fxzero.passes.offload_disk import OffloadDisk
 from fxzero.passes.offload_params import OffloadParams
+from fxzero.passes.offload_shards import OffloadShards
 from fxzero.passes.offload_states import OffloadStates
 from fxzero.passes.outline import Outline
 from fxzero.passes.prefetch import Prefetch
@@ -46,6 +47,7 @@ __all__ = [
     "OffloadActivations",
     "OffloadDisk",
     "OffloadParams",
+    "OffloadShards",
     "OffloadStates",
     "Outline",
     "Pass",

@@ -11,6 +11,7 @@ may be on their way, so that a slow link holds back backward, and not more memor
 simulated. A saved value is held until its copy should have landed, by its cost. Updates on the host
 are waited for at the end of the step; what they leave is copied to the device behind each, and the
 next step waits. Around an update of what is on disk stands what reads and what writes it, in a row.
+In the ordinary loop, which updates by itself, gradients have landed when the graph returns them.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from fxzero.cost.throttle import Throttle
 from fxzero.graph import Lane, Phase, Role, Segment, StepGraph
 from fxzero.graph.aliases import readers
 from fxzero.graph.operators import num_bytes
-from fxzero.graph.stamps import stamp_of
+from fxzero.graph.stamps import BESIDE_COMPUTE, stamp_of
 from fxzero.graph.step_graph import TransferNodes
-from fxzero.passes.base import Context, Door, Fact, Notes, Pass
+from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.passes.gradient_places import downloads_of, share_places, waits_for_norm
 from fxzero.passes.offload_disk import large_homes
 from fxzero.regions.cutout import end_of_run, runs
@@ -76,16 +77,25 @@ def drop_unread(graph: StepGraph, uploads: list[TransferNodes]) -> list[Transfer
     return found
 
 
-def launch_late(graph: StepGraph, uploads: list[TransferNodes], timeline: Timeline) -> None:
+def launch_late(
+    graph: StepGraph, uploads: list[TransferNodes], timeline: Timeline, *, cut: bool = False
+) -> None:
     """Let copies begin as late as they can and still be there when they are read, one behind the
     other on their lane: no more of the device's memory waits to be read.
 
     None begins before the phase before its own, so that a micro-step may stand for others.
+
+    Args:
+        cut: whether phases will be run apart, so that none begins before its own.
     """
     ordered = sorted(uploads, key=lambda copy: copy.wait)
     read = first_reads(graph, uploads)
-    begins = {segment: first_compute(graph, segment) for segment in graph.segments()}
-    earliest = dict(zip(list(begins)[1:], begins.values(), strict=False))
+    segments = graph.segments()
+    if cut:
+        earliest = {segment: first_on_device(graph, segment) for segment in segments[1:]}
+    else:
+        begins = [first_compute(graph, segment) for segment in segments]
+        earliest = dict(zip(segments[1:], begins, strict=False))
     anchors: list[fx.Node | None] = []
     until_us = float("inf")
     for copy in reversed(ordered):
@@ -112,6 +122,13 @@ def first_compute(graph: StepGraph, segment: Segment) -> fx.Node:
     """The first node of a phase of a micro-step that computes something."""
     return next(
         node for node in graph.nodes(segment=segment) if stamp_of(node).role is Role.COMPUTE
+    )
+
+
+def first_on_device(graph: StepGraph, segment: Segment) -> fx.Node:
+    """The first node of a phase of a micro-step that has a place there: copies have none yet."""
+    return next(
+        node for node in graph.nodes(segment=segment) if stamp_of(node).lane not in BESIDE_COMPUTE
     )
 
 
@@ -177,6 +194,15 @@ def land_gradients(graph: StepGraph, downloads: list[TransferNodes]) -> None:
         before = end or next(graph.nodes(role=Role.JOIN))
         with graph.graph.inserting_before(before), graph.made_for(copy.launch):
             graph.call(copies.landed, (copy.launch,), stamp=stamp, name=name, value=())
+
+
+def join_gradients(graph: StepGraph, downloads: list[TransferNodes]) -> None:
+    """Let a copy begin when the one but one before it is there, and the loop have all of them."""
+    for i, copy in enumerate(downloads):
+        is_last = i + IN_FLIGHT >= len(downloads)
+        end = graph.output if is_last else downloads[i + IN_FLIGHT].launch
+        for node in (copy.wait, *copy.parts):
+            end.prepend(node)
 
 
 def land_values(downloads: list[TransferNodes], timeline: Timeline) -> None:
@@ -261,7 +287,6 @@ class JoinCopies(Pass):
 
     name: ClassVar[str] = "join_copies"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.SCHEDULED})
-    doors: ClassVar[frozenset[Door]] = frozenset({Door.STEP})
 
     in_flight: int | None = None
     """See `offload_params.in_flight`."""
@@ -278,14 +303,18 @@ class JoinCopies(Pass):
         values = [copy for copy in downloads if not copy.of_parameters]
         if late:
             timeline = Timeline(graph, ctx.costs, ctx.throttle, fuses=ctx.fuses)
-            launch_late(graph, late, timeline)
+            launch_late(graph, late, timeline, cut=graph.loss is None)
             if self.in_flight is not None:
                 bound_uploads([copy for copy in late if copy.of_parameters], self.in_flight)
             land_values(values, timeline)
         ahead = [copy for copy in uploads if isinstance(copy.launch.target, Take)]
         for copy in ahead:
             upload_ahead(graph, copy)
-        land_gradients(graph, [copy for copy in downloads if copy.of_parameters])
+        gradients = [copy for copy in downloads if copy.of_parameters]
+        if graph.loss is None:
+            join_gradients(graph, gradients)
+        else:
+            land_gradients(graph, gradients)
         stored = [u for u in graph.nodes(role=Role.UPDATE) if isinstance(u.target, StoredUpdate)]
         if stored and not any(map(waits_for_norm, stored)):
             share_places(graph, stored)

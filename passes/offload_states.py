@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from fxzero.errors import ConfigError
 from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
-from fxzero.graph.launch import emit_copy
+from fxzero.graph.launch import Call, emit_copy
 from fxzero.graph.operators import is_cast_or_copy, num_bytes
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Door, Fact, Notes, Room
@@ -145,27 +145,28 @@ def emit_upload(
     stamp: Stamp,
     name: str,
     resident: Resident | None = None,
+    device: torch.device | None = None,
 ) -> list[fx.Node]:
     """Emit a copy of parameters to the device, joined at once; return what it brings.
 
     Args:
         like: what it is, but for what it carries.
         resident: what keeps the copies from step to step, if something does.
+        device: where they go; by default they are tensors of it by the books alone.
     """
     dtype = like.dtype
     num_elements = sum(param.meta["val"].numel() for param in params)
     record = replace(like, full_bytes=num_elements * dtype.itemsize, num_tensors=len(params))
     keys = [key for param in params for key in stamp_of(param).params]
     stamp = stamp.but(params=tuple(keys), pool=Pool.DEVICE, transfer=None)
-    return emit_copy(
-        graph,
-        (copies.upload if resident is None else Take(resident), (params, dtype, like.bytes_per_s)),
-        copies.join_upload,
-        record,
-        stamp,
-        name,
-        [graph.value_of(torch.empty_like, (param,), {"dtype": dtype}) for param in params],
-    )
+    call: Call = (copies.upload, (params, dtype, like.bytes_per_s))
+    if resident is not None:
+        call = (Take(resident), call[1])
+    if device is not None:
+        call = (copies.bring, (params, dtype, device, like.bytes_per_s))
+    form = {"dtype": dtype} if device is None else {"dtype": dtype, "device": device}
+    values = [graph.value_of(torch.empty_like, (param,), form) for param in params]
+    return emit_copy(graph, call, copies.join_upload, record, stamp, name, values)
 
 
 def first_call(graph: StepGraph) -> fx.Node:

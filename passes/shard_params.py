@@ -47,10 +47,14 @@ def shard_source(node: fx.Node) -> fx.Node:
 
 
 def _cast(graph: StepGraph, source: fx.Node, spec: ParamSpec, stamp: Stamp) -> fx.Node:
-    if spec.compute_dtype == spec.dtype:
+    form: dict[str, object] = {}
+    if spec.compute_dtype != spec.dtype:
+        form["dtype"] = spec.compute_dtype
+    if spec.device is not None and source.meta["val"].device != spec.device:
+        form["device"] = spec.device  # a copy, which `offload_shards` makes a transfer of
+    if not form:
         return source
-    dtype = {"dtype": spec.compute_dtype}
-    return graph.call(_aten._to_copy.default, (source,), dtype, stamp=stamp)
+    return graph.call(_aten._to_copy.default, (source,), form, stamp=stamp)
 
 
 def _own_columns(graph: StepGraph, source: fx.Node, spec: ParamSpec, stamp: Stamp) -> fx.Node:
@@ -201,16 +205,24 @@ def _all_views(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def refuse_changed_shard(spec: ParamSpec, source: fx.Node) -> None:
-    """Gathers may start before anything else has run, so a shard must be there from the start.
+def refuse_changed_shard(graph: StepGraph, spec: ParamSpec, source: fx.Node) -> None:
+    """Gathers, and copies of what is in the host's memory, may start before anything else has run:
+    a shard must be there from the start.
 
     Raises:
-        CaptureError: the forward changes a sharded parameter and then reads it.
+        CaptureError: the forward changes a sharded parameter and then reads it, or changes one of
+            which it computes with a copy.
     """
-    if spec.shard_group is None or source.op == "placeholder":
-        return
     line = source_line(source)
     where = f" at {line}" if line else ""
+    if spec.device is not None and (source.op != "placeholder" or source in graph.mutated):
+        raise CaptureError(
+            f"the forward changes the parameter {spec.name}{where}, which shard(offload=True) "
+            "keeps in the host's memory: it computes with a copy. Change it between two steps, "
+            "under torch.no_grad(), keep it as a buffer, or shard without offload."
+        )
+    if spec.shard_group is None or source.op == "placeholder":
+        return
     raise CaptureError(
         f"the forward changes the parameter {spec.name}{where} and reads it afterwards. At "
         f"zero={spec.zero} that would gather in the middle of a step. Change it between two steps, "
@@ -316,7 +328,7 @@ class ShardParams(Pass):
         segments = graph.segments()
         queue = Queue()
         for (key, source), nodes in markers.items():
-            refuse_changed_shard(graph.specs[key], source)
+            refuse_changed_shard(graph, graph.specs[key], source)
             made += place_gathers(
                 graph, graph.specs[key], _one_marker(graph, nodes), segments, queue
             )

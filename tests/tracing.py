@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -36,7 +36,7 @@ from fxzero.passes import (
 )
 from fxzero.passes.release_saved import private_saved
 from fxzero.sharding.params import GradSync, ModelState, grad_sync
-from fxzero.sharding.shard import model_state
+from fxzero.sharding.shard import model_state, param_specs, replace_specs
 
 BY_LAYER: dict[str, Any] = {"bucket": {"min_bytes": 0}, "prefetch": {"distance": 1}}
 """A bucket a layer, gathered one ahead: by cost, tiny layers would all travel together."""
@@ -64,6 +64,10 @@ class Setup:
     training: bool = True
     leave_out: bool = False
     """Whether long chains of layers are without their middle."""
+    offload: bool = False
+    device: str = "cpu"
+    """With `offload`, where the model computes. A build without CUDA can trace for ``meta``, which
+    stands for a device with memory of its own."""
 
 
 def trace(build: Build, **setup: Any) -> StepGraph:
@@ -113,7 +117,12 @@ def fake_model(build: Build, setup: Setup) -> Iterator[tuple[nn.Module, tuple[An
                 mesh=mesh,
                 param_dtype=setup.param_dtype,
                 reduce_dtype=setup.reduce_dtype,
+                offload=setup.offload,
             )
+            if setup.device != "cpu":
+                device = torch.device(setup.device)
+                specs = param_specs(model).items()
+                replace_specs(model, {n: replace(spec, device=device) for n, spec in specs})
             state = model_state(model)
             assert isinstance(state, ModelState)
             with grad_sync(state, setup.sync):

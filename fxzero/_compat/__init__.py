@@ -48,6 +48,7 @@ from fxzero._compat.compiled_memory import held_bytes
 from fxzero._compat.dtensors import (
     as_it_is,
     differentiable_local,
+    dtensor_at_home,
     dtensor_like,
     dtensor_of,
     gradient_of,
@@ -176,6 +177,7 @@ __all__ = [
     "create_node",
     "default_store",
     "differentiable_local",
+    "dtensor_at_home",
     "dtensor_like",
     "dtensor_of",
     "empty_fake",

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._api import _ToTorchTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 def is_view_function() -> Callable[..., Any]:
@@ -74,6 +75,19 @@ def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
 def layout_of(tensor: DTensor) -> Any:
     """A DTensor's global shape, mesh and placements."""
     return tensor._spec
+
+
+def dtensor_at_home(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> DTensor:
+    """A DTensor whose local tensor stays where it is: `DTensor.from_local` moves it to the mesh's
+    device."""
+    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), meta), requires_grad=False)
 
 
 def dtensor_of(local: torch.Tensor, layout: Any) -> DTensor:

@@ -107,6 +107,10 @@ def inspect(
         Dtype | None,
         typer.Option(help="Dtype that gradients travel in. Default: that of the parameters."),
     ] = None,
+    offload: Annotated[
+        bool,
+        typer.Option("--offload", help="Keep shards in the host's memory: shard(offload=True)."),
+    ] = False,
     step: Annotated[
         bool,
         typer.Option("--step", help="Compile the whole step: compile_step with AdamW."),
@@ -212,6 +216,7 @@ def inspect(
             batch_size=batch_size,
             param_dtype=getattr(torch, param_dtype.value) if param_dtype else None,
             reduce_dtype=getattr(torch, reduce_dtype.value) if reduce_dtype else None,
+            offload=offload,
             training=not inference,
             step=step,
             micro_batches=micro_batches,

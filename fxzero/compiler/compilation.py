@@ -72,10 +72,6 @@ class Compilation:
         if self.config.plan:
             self.context.decisions.plan = Plan.read(self.config.plan, DECIDING)
         self.context.throttle = self.config.throttle
-        if self.config.throttle != Throttle() and not self.config.offloads:
-            self.context.warnings.append(
-                f"{self.config.throttle} has no effect: nothing is copied to or from the host"
-            )
         filled = self.config.filled
         if not filled.offload_states.ahead and not filled.offload_states.share:
             self.context.warnings.append(
@@ -165,6 +161,11 @@ class Compilation:
             ConfigError: its memory budget is less than it can do with.
         """
         self.specs = graph.specs
+        on_host = self.config.offloads or any(s.device is not None for s in self.specs.values())
+        if self.config.throttle != Throttle() and not on_host:
+            self.context.warnings.append(
+                f"{self.config.throttle} has no effect: nothing is copied to or from the host"
+            )
         if self.keep_graphs:
             self.joint = graph
         budget = self.config.budget

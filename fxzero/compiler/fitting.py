@@ -291,6 +291,7 @@ def gradients_before(graph: StepGraph) -> int:
         return 0
     if graph.specs:
         trained = [graph.specs[key] for key in set(graph.gradients.values())]
+        trained = [spec for spec in trained if spec.device is None]  # else they are on the host
         return sum(math.prod(largest_shape(spec)) * spec.dtype.itemsize for spec in trained)
     # In one process parameters are inputs like others.
     outputs = graph.output_values[graph.num_forward_outputs :]

@@ -30,6 +30,7 @@ from fxzero.passes import (
     OffloadActivations,
     OffloadDisk,
     OffloadParams,
+    OffloadShards,
     OffloadStates,
     Outline,
     Pass,
@@ -58,6 +59,7 @@ SCHEDULING: tuple[type[Pass], ...] = (
     Bucket,
     ClipGrads,
     Update,
+    OffloadShards,
     OffloadStates,
     OffloadParams,
     OffloadDisk,
@@ -94,8 +96,9 @@ def loop_passes(config: Config) -> Pipelines:
     if config.offloads:
         raise ConfigError(
             f"{config.offloads}: the ordinary loop calls forward, backward and update apart, and "
-            "offload needs them in one graph. Train with fxzero.compile_step(model, optimizer, "
-            "loss_fn)."
+            "this needs them in one graph. Train with fxzero.compile_step(model, optimizer, "
+            "loss_fn), or let the loop's own optimizer update on the host: "
+            "fxzero.shard(model, offload=True)."
         )
     return _pipelines(config.filled, Door.LOOP)
 
@@ -145,7 +148,7 @@ def _pipelines(config: Config, door: Door, own: Iterable[Pass] = ()) -> Pipeline
         unused.add(OffloadActivations)
     if not config.holds_on_disk:
         unused.add(OffloadDisk)
-    if not config.offloads:
+    if not config.offloads and door is Door.STEP:
         unused.add(JoinCopies)
 
     def made(kinds: tuple[type[Pass], ...]) -> tuple[Pass, ...]:

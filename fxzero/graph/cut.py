@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxzero._compat import extract_forward_backward, is_symbolic, set_meta, set_side
-from fxzero.graph.stamps import Phase, Role, Stamp, set_stamp, stamp_of
+from fxzero.graph.stamps import Phase, Role, Stamp, has_stamp, set_stamp, stamp_of
 from fxzero.graph.step_graph import StepGraph
+from fxzero.transfer import Pool
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ def _side(joint: StepGraph, module: fx.GraphModule, phase: Phase) -> StepGraph:
     for node in module.graph.find_nodes(op="placeholder"):
         set_meta(node, dict(node.meta))  # torch shares it with the joint node
         params = (names[node.name],) if node.name in names else ()
-        set_stamp(node, Stamp(phase, role=Role.INPUT, params=params))
+        pool = stamp_of(node).pool if has_stamp(node) else Pool.DEVICE
+        set_stamp(node, Stamp(phase, role=Role.INPUT, params=params, pool=pool))
     set_stamp(next(iter(reversed(module.graph.nodes))), Stamp(phase, role=Role.OUTPUT))
     inputs = {
         node: names[node.name]

@@ -57,6 +57,8 @@ def _read_by_compute(graph: StepGraph) -> Iterator[Finding]:
         if pool is Pool.DEVICE:
             continue
         for user in node.users:
+            if user.op == "output" and graph.loss is None and _is_there(node):
+                continue
             if user.op == "output" or stamp_of(user).lane not in _may_read(node):
                 where = "in the host's memory" if pool is Pool.HOST else "on disk"
                 yield Finding(
@@ -65,6 +67,12 @@ def _read_by_compute(graph: StepGraph) -> Iterator[Finding]:
                     "wait for",
                     "Read a copy of it, behind its wait: fxzero.passes.offload_states.",
                 )
+
+
+def _is_there(node: fx.Node) -> bool:
+    """Whether a value in the host's memory may leave a graph of the ordinary loop: a parameter,
+    which backward gets so, or a gradient for whose copy compute has waited."""
+    return node.op == "placeholder" or stamp_of(node).lane is Lane.D2H
 
 
 def _may_read(node: fx.Node) -> frozenset[Lane]:
@@ -243,6 +251,8 @@ def _shared_places(graph: StepGraph, copies: list[TransferNodes]) -> Iterator[Fi
     done = _waited_before(copies)
     read_by: dict[fx.Node, set[fx.Node]] = {}
     for copy in copies:
+        if not is_staged(copy):
+            continue
         read_by[copy.launch] = {user for part in copy.parts for user in part.users}
         staging, offsets = copy.launch.args[2:4]
         assert isinstance(staging, fx.Node)
@@ -276,12 +286,17 @@ def _shared_places(graph: StepGraph, copies: list[TransferNodes]) -> Iterator[Fi
                 )
 
 
+def is_staged(copy: TransferNodes) -> bool:
+    """Whether a copy to the host goes to a place that is said, and not to memory of its own."""
+    return len(copy.launch.args) > 2
+
+
 def _waited_before(copies: list[TransferNodes]) -> dict[fx.Node, set[fx.Node]]:
     """By copy, the updates that are done when it begins: those that it waits for, and those that
     copies before it on their lane have waited for."""
     found: dict[fx.Node, set[fx.Node]] = {}
     done: set[fx.Node] = set()
-    for copy in copies:
+    for copy in filter(is_staged, copies):
         behind = copy.launch.args[5]
         assert isinstance(behind, (list, tuple))
         done |= set(behind)  # type: ignore[arg-type]

@@ -86,6 +86,8 @@ def verify(graph: StepGraph, facts: Iterable[str], *, after: str) -> None:
         check_releases(graph, after)
     if "reduced" in known and "cut" not in known:
         check_reductions(graph, after)
+    if "bucketed" in known and graph.loss is None:
+        _none_of(graph, after, wrong_lanes(graph))
     if "updated" in known:
         check_updates(graph, after, lowered="cut" in known)
 
@@ -346,7 +348,7 @@ def _reductions(node: fx.Node) -> list[str] | None:
             record = stamp_of(launch_of(node)).transfer
             groups.append(record.group if record is not None else "")
             node = sent_as(node)
-        elif stamp.role is Role.PART and stamp.lane is Lane.HOST:
+        elif stamp.role is Role.PART and stamp.lane in (Lane.HOST, Lane.D2H):
             node = sent_as(node)  # a copy on the host
         elif stamp.role is Role.KEEP and node.target is torch.ops.fxzero.keep_grad.default:
             return None

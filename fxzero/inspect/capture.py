@@ -93,6 +93,7 @@ def capture(
     batch_size: int | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    offload: bool = False,
     options: Mapping[str, Any] | Config | None = None,
     training: bool = True,
     step: bool = False,
@@ -105,6 +106,7 @@ def capture(
         build: returns a module that has ``example_inputs(batch_size)``, or a pair of a
             module and its inputs: see `fxzero.inspect.target`. It runs on fake tensors.
         batch_size: passed to ``example_inputs``; the default is 2 for each micro-batch.
+        offload: keep shards in the host's memory, as ``fxzero.shard(offload=True)`` does.
         options: the backend's. Regions are formed, and not compiled: nothing will run.
         training: also compile backward, from the model's loss: a scalar output, its
             ``loss``, or else the sum of its first output.
@@ -128,7 +130,14 @@ def capture(
             model, batch = _built(build, batch_size, micro_batches)
             check_memory(model, batch)
             num_parameters = sum(p.numel() for p in model.parameters())
-            shard(model, zero, mesh=mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+            shard(
+                model,
+                zero,
+                mesh=mesh,
+                param_dtype=param_dtype,
+                reduce_dtype=reduce_dtype,
+                offload=offload,
+            )
             if step:
                 _run_step(model, batch, micro_batches, clip_grad_norm, settings)
             else:

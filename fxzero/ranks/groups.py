@@ -50,11 +50,16 @@ def backend_of(group_name: str, device_type: str) -> str:
     return backend
 
 
-def init_distributed(device_type: str | None = None) -> dist.ProcessGroup | None:
+def init_distributed(
+    device_type: str | None = None, *, from_host: bool = False
+) -> dist.ProcessGroup | None:
     """Join the process group that torchrun's variables describe, unless one exists.
 
     NCCL on CUDA, gloo on CPU. Without torchrun's variables this is a single process:
     nothing is made and ``None`` is returned.
+
+    Args:
+        from_host: on CUDA let it carry tensors of the host too, by gloo.
 
     Raises:
         ShardingError: some of torchrun's variables are set and others are not.
@@ -74,20 +79,26 @@ def init_distributed(device_type: str | None = None) -> dist.ProcessGroup | None
     if device_type == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         torch.cuda.set_device(local_rank)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+        backend = "cpu:gloo,cuda:nccl" if from_host else "nccl"
+        dist.init_process_group(backend, device_id=torch.device("cuda", local_rank))
     else:
         dist.init_process_group("gloo")
     return dist.group.WORLD
 
 
-def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh | None:
+def resolve_mesh(
+    mesh: DeviceMesh | None, device_type: str, *, from_host: bool = False
+) -> DeviceMesh | None:
     """The mesh to shard over; ``None`` in a single process without a process group.
+
+    Args:
+        from_host: see `init_distributed`.
 
     Raises:
         ShardingError: the mesh has more than two axes, or not as many ranks as the world.
     """
     if mesh is None:
-        if init_distributed(device_type) is None:
+        if init_distributed(device_type, from_host=from_host) is None:
             return None
         return init_device_mesh(device_type, (dist.get_world_size(),))
     if mesh.ndim > 2:

@@ -4,6 +4,13 @@ up = upload([w, b], …); join_upload(up)             h2d    shards that compute
 down = download([dw, db], …); arrived(down)         d2h    gradients that updates may read
 landed(down)                                               the device's gradients may end
 u = HostUpdate(adamw)(…); join_updates([u])         host
+
+up = bring([w, b], …); join_upload(up)              h2d    shards of the ordinary loop, and
+down = send_home([dw, db], …); join_download(down)  d2h    gradients for its optimizer
+
+Those of the loop go to and from a GPU too: on the current stream, which orders them before what
+reads them there, from and to pinned memory. What the host may write to, or read, behind a graph is
+waited for: gradients where they are joined, shards where the graph ends (`settle`).
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ from fxzero._compat import is_fake
 from fxzero.graph.stamps import Lane
 from fxzero.runtime.arena import Layout
 from fxzero.runtime.lanes import worker
+from fxzero.sharding.host import HOST, pinned
 
 
 class Copy:
@@ -49,6 +57,72 @@ def join_upload(copy: Copy) -> list[Tensor]:
     """Wait for what was copied to the device."""
     copy.wait()
     return copy.tensors
+
+
+def bring(
+    tensors: list[Tensor], dtype: torch.dtype, device: torch.device, bytes_per_s: float
+) -> Copy:
+    """Start copying shards of the host to a device, as a dtype: cast before, for fewer bytes."""
+    made = [torch.empty_like(tensor, dtype=dtype, device=device) for tensor in tensors]
+    if device.type == "cpu" or any(map(is_fake, tensors)):
+        return _started(Lane.H2D, made, tensors, bytes_per_s)
+    staged = [tensor if tensor.dtype is dtype else _cast(tensor, dtype) for tensor in tensors]
+    event = _on_stream(made, staged)
+    _unsettled.append(event)
+    # Compute follows on the same stream: it need not wait.
+    return Copy(made, staged, _done(None))
+
+
+def send_home(tensors: list[Tensor], bytes_per_s: float) -> Copy:
+    """Start copying gradients of a device to the host, into memory of their own."""
+    made = [torch.empty_like(tensor, device=HOST) for tensor in tensors]
+    if any(map(is_fake, tensors)) or all(tensor.device.type == "cpu" for tensor in tensors):
+        return _started(Lane.D2H, made, tensors, bytes_per_s)
+    made = [pinned(tensor) for tensor in made]
+    event = _on_stream(made, tensors)
+    return Copy(made, tensors, _Landing(event))
+
+
+def settle() -> None:
+    """Wait until no copy to a GPU reads the host's memory: an optimizer may write to it now."""
+    while _unsettled:
+        _unsettled.pop().synchronize()
+
+
+_unsettled: list[torch.cuda.Event] = []
+"""What is recorded behind copies that may still be running."""
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of the host as another dtype, in memory that a GPU reads by itself."""
+    made = pinned(torch.empty_like(tensor, dtype=dtype))
+    return made.copy_(tensor)
+
+
+def _on_stream(targets: list[Tensor], sources: list[Tensor]) -> torch.cuda.Event:
+    """Copy between a GPU and the host on the current stream; what is recorded behind it."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+class _Landing(Future[Any]):
+    """What waits for an event of a GPU."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        super().__init__()
+        self.event = event
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.event.synchronize()
+
+
+def _done(result: Any) -> Future[Any]:
+    done: Future[Any] = Future()
+    done.set_result(result)
+    return done
 
 
 def download(
@@ -123,9 +197,7 @@ def _submitted(
     """Give work to a lane; with fake tensors, of which a thread has its own mode, do it at once."""
     if not any(map(is_fake, tensors)):
         return worker(lane).submit(work, num_bytes, bytes_per_s)
-    done: Future[Any] = Future()
-    done.set_result(work())
-    return done
+    return _done(work())
 
 
 class HostUpdate:

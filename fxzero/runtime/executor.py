@@ -18,6 +18,7 @@ from fxzero.graph.steady import find_loop, runs_of
 from fxzero.graph.verify import check_constants
 from fxzero.ranks import agree, lost
 from fxzero.runtime.account import account_of
+from fxzero.runtime.copies import settle
 from fxzero.runtime.lanes import drain
 from fxzero.runtime.looped import looped
 from fxzero.sharding.full_parameter import check_returned_copies
@@ -26,13 +27,22 @@ from fxzero.sharding.params import ModelState, Traffic
 
 
 def traffic_of(graph: StepGraph) -> Traffic:
-    """What one run of a graph communicates: buckets, and bytes of the full tensors in them."""
+    """What one run of a graph communicates: buckets, and bytes of the full tensors in them; and
+    what of parameters and gradients it copies between pools."""
     total = Traffic()
     for transfer in graph.transfers():
-        if not transfer.of_parameters or transfer.is_copy:
-            continue  # the norm's single number, the model's own, and what no other rank sees
+        if not transfer.of_parameters:
+            continue  # the norm's single number, and the model's own
         runs = runs_of(graph, transfer.stamp)
-        if transfer.stamp.lane is Lane.GATHER:
+        if transfer.stamp.lane is Lane.H2D:
+            total.num_uploads += runs
+            total.uploaded_bytes += runs * transfer.record.full_bytes
+        elif transfer.stamp.lane is Lane.D2H:
+            total.num_downloads += runs
+            total.downloaded_bytes += runs * transfer.record.full_bytes
+        elif transfer.is_copy:
+            continue  # of what is on disk
+        elif transfer.stamp.lane is Lane.GATHER:
             total.num_gathers += runs
             total.gathered_bytes += runs * transfer.record.full_bytes
         else:
@@ -85,6 +95,8 @@ def executable(
             if has_lanes:
                 drain()
             raise
+        if has_lanes:
+            settle()
         for position, key in returned.items():
             if isinstance(results[position], Tensor):
                 note_reduced(key, results[position])

@@ -364,6 +364,12 @@ class _Walk:
             ]
             for storage in made:
                 storage.stays = stays
+        elif stamp.role is Role.LAUNCH and len(node.args) == 2:  # a gradient for the loop
+            made = self.storage[node] = [
+                self._new(node, tensor_bytes(value), Kind.GRADIENTS) for value in node.meta["val"]
+            ]
+            for storage in made:
+                storage.pool = Pool.HOST
         elif stamp.role is Role.LAUNCH:
             staging = node.args[2]
             assert isinstance(staging, fx.Node)

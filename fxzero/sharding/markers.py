@@ -277,10 +277,17 @@ def _apply_to(parameter: nn.Parameter, fn: Any, name: str) -> None:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
             applied = fn(local)
             if (applied.dtype, applied.device) != (local.dtype, local.device):
+                spec = spec_of(getattr(parameter, KEY))
+                stays = (
+                    " Its shards stay in the host's memory (offload=True), and it computes on "
+                    f"{spec.device}: leave the model where it is."
+                    if spec.device is not None
+                    else ""
+                )
                 raise ShardingError(
                     f"{name} is {local.dtype} on {local.device}, and after fxzero.shard it cannot "
                     f"become {applied.dtype} on {applied.device}. Call .to() before shard, or pass "
-                    "shard(param_dtype=…) to compute in another dtype."
+                    f"shard(param_dtype=…) to compute in another dtype.{stays}"
                 )
             if applied is not local:
                 local.copy_(applied)

@@ -39,6 +39,7 @@ def module(
     owner: nn.Module,
     device: torch.device,
     tied: Mapping[str, nn.Parameter],
+    home: torch.device | None = None,
 ) -> None:
     """Replace the meta tensors that `owner` holds itself by initialised ones.
 
@@ -46,6 +47,7 @@ def module(
         model: the root, whose ``_init_weights(module)`` runs last if there is one.
         path: where `owner` sits, for messages.
         device: where the values go.
+        home: where those of parameters go, if that is not the device.
         tied: parameters of `owner` that an earlier module has initialised already; the
             initialiser gets stand-ins for them, whose values are dropped.
 
@@ -56,7 +58,7 @@ def module(
     if all(name in tied for name in names):
         return
     for name in names:
-        _make_real(owner, name, device)
+        _make_real(owner, name, device, home or device)
     with torch.no_grad():
         own_initialiser: Any = getattr(owner, "reset_parameters", None)
         if callable(own_initialiser):
@@ -78,7 +80,7 @@ def _meta_names(owner: nn.Module) -> list[str]:
     return [name for name, tensor in tensors.items() if tensor is not None and tensor.is_meta]
 
 
-def _make_real(owner: nn.Module, name: str, device: torch.device) -> None:
+def _make_real(owner: nn.Module, name: str, device: torch.device, home: torch.device) -> None:
     """Allocate a tensor; NaN marks what an initialiser forgets."""
     if name in owner._buffers:
         buffer = owner._buffers[name]
@@ -87,7 +89,7 @@ def _make_real(owner: nn.Module, name: str, device: torch.device) -> None:
         return
     parameter = owner._parameters[name]
     assert parameter is not None
-    owner._parameters[name] = nn.Parameter(_unset(parameter, device), parameter.requires_grad)
+    owner._parameters[name] = nn.Parameter(_unset(parameter, home), parameter.requires_grad)
 
 
 def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:

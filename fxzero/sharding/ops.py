@@ -37,6 +37,7 @@ from fxzero.errors import CaptureError, FxZeroWarning
 from fxzero.ranks.agree import agree_eagerly
 from fxzero.ranks.lost import explaining
 from fxzero.sharding.gradients import note_reduced
+from fxzero.sharding.host import HOST
 from fxzero.sharding.params import GradSync, KeptGradient, ModelState, ParamSpec, spec_of
 
 _c10d = torch.ops._c10d_functional
@@ -64,7 +65,7 @@ def pad_rows(tensor: Tensor, rows: int) -> Tensor:
 
 def _unshard(shard: Tensor, param: str, sync: str) -> Tensor:
     spec = spec_of(param)
-    part = shard.detach().to(spec.compute_dtype)
+    part = shard.detach().to(spec.compute_dtype).to(spec.device or shard.device)
     if spec.shard_group is None:
         # An operator's output may not alias its input.
         return part.clone() if part.data_ptr() == shard.data_ptr() else part
@@ -78,9 +79,10 @@ def _unshard(shard: Tensor, param: str, sync: str) -> Tensor:
 
 def _unshard_fake(shard: Tensor, param: str, sync: str) -> Tensor:
     spec = spec_of(param)
+    device = spec.device or shard.device
     if spec.shard_group is None:  # a copy, with the strides of what is copied
-        return torch.empty_like(shard, dtype=spec.compute_dtype)
-    return shard.new_empty(spec.shape, dtype=spec.compute_dtype)
+        return torch.empty_like(shard, dtype=spec.compute_dtype, device=device)
+    return shard.new_empty(spec.shape, dtype=spec.compute_dtype, device=device)
 
 
 def _average(tensor: Tensor, spec: ParamSpec) -> Tensor:
@@ -93,15 +95,18 @@ def _average(tensor: Tensor, spec: ParamSpec) -> Tensor:
 
 def _reshard_grad(grad: Tensor, param: str, sync: str) -> Tensor:
     spec = spec_of(param)
+    if spec.device is not None:
+        grad = grad.to(spec.device)  # what came to a parameter by another way is on the host
+    home = grad.device if spec.device is None else HOST
     if sync == GradSync.ACCUMULATE.value:
-        kept = _keep_grad(grad, param)
+        kept = _keep_grad(grad, param).to(home)
         note_reduced(param, kept)
         return kept
     if sync == GradSync.REDUCE_ACCUMULATED.value:
         grad = _add_kept_grad(grad, param)
     full = grad.to(spec.reduce_dtype).contiguous()
     if spec.shard_group is None:
-        reduced = _average(full, spec).to(spec.dtype)
+        reduced = _average(full, spec).to(home).to(spec.dtype)
         reduced = reduced.clone() if reduced.data_ptr() == grad.data_ptr() else reduced
         note_reduced(param, reduced)
         return reduced
@@ -109,10 +114,16 @@ def _reshard_grad(grad: Tensor, param: str, sync: str) -> Tensor:
     group = spec.shard_group
     agree_eagerly(group.name, f"reduce the gradient of {spec.key}")
     part = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(full, "avg", group.size, group.name))
-    return _average(part, spec)[: spec.local_shape[0]].to(spec.dtype)
+    return _average(part, spec)[: spec.local_shape[0]].to(home).to(spec.dtype)
 
 
-def _shard_like_fake(grad: Tensor, param: str, sync: str = "") -> Tensor:
+def _reshard_fake(grad: Tensor, param: str, sync: str) -> Tensor:
+    spec = spec_of(param)
+    home = grad.device if spec.device is None else HOST
+    return grad.new_empty(spec.local_shape, dtype=spec.dtype, device=home)
+
+
+def _keep_fake(grad: Tensor, param: str) -> Tensor:
     spec = spec_of(param)
     return grad.new_empty(spec.local_shape, dtype=spec.dtype)
 
@@ -268,8 +279,8 @@ def _release_fake(tensors: list[Tensor]) -> None:
 
 for _name, _eager, _fake in (
     ("unshard", explaining(_unshard), _unshard_fake),
-    ("reshard_grad", explaining(_reshard_grad), _shard_like_fake),
-    ("keep_grad", _keep_grad, _shard_like_fake),
+    ("reshard_grad", explaining(_reshard_grad), _reshard_fake),
+    ("keep_grad", _keep_grad, _keep_fake),
     ("add_kept_grad", _add_kept_grad, _full_like_fake),
     ("micro_batch", _micro_batch, _micro_batch_fake),
     ("begin_blocks", _begin_blocks, _begin_blocks_fake),

@@ -52,12 +52,19 @@ class KeptGradient:
 
 @dataclass
 class Traffic:
-    """Collectives that ran, and bytes of the full tensors that they moved."""
+    """Collectives that ran, with bytes of the full tensors that they moved, and copies between the
+    device and the host's memory, with bytes of this rank's parts."""
 
     num_gathers: int = 0
     gathered_bytes: int = 0
     num_reduces: int = 0
     reduced_bytes: int = 0
+    num_uploads: int = 0
+    """Copies of parameters from the host's memory to the device, and what this rank moved so."""
+    uploaded_bytes: int = 0
+    num_downloads: int = 0
+    """Copies of gradients to the host's memory."""
+    downloaded_bytes: int = 0
 
     def add(self, other: Traffic) -> None:
         """Count another run in."""
@@ -65,6 +72,10 @@ class Traffic:
         self.gathered_bytes += other.gathered_bytes
         self.num_reduces += other.num_reduces
         self.reduced_bytes += other.reduced_bytes
+        self.num_uploads += other.num_uploads
+        self.uploaded_bytes += other.uploaded_bytes
+        self.num_downloads += other.num_downloads
+        self.downloaded_bytes += other.downloaded_bytes
 
 
 class Modes:
@@ -143,6 +154,9 @@ class ParamSpec:
     """The parameter itself, to see whether its gradient was set to None."""
     block: Block | None = None
     """Of some columns of a parameter: which. All rows of them are there, on each rank its own."""
+    device: torch.device | None = None
+    """Where it is computed with, if its shard and its gradient are in the host's memory; None if
+    they are on that device, too."""
 
     @classmethod
     def whole(
@@ -195,7 +209,8 @@ class ParamSpec:
     def kind(self) -> tuple[object, ...]:
         """Equal for parameters that are laid out and travel alike."""
         dtypes = (self.dtype, self.compute_dtype, self.reduce_dtype)
-        return (id(self.state), self.shape, *dtypes, self.layout.axes, self.layout.placements)
+        layout = (self.layout.axes, self.layout.placements, self.device)
+        return (id(self.state), self.shape, *dtypes, *layout)
 
     @property
     def zero(self) -> int:

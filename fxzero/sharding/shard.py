@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from fxzero._compat import (
     collect_only_new_objects_in_dynamo,
+    dtensor_at_home,
     is_fake,
     keep_layout,
     let_anomaly_mode_read_dtensors,
@@ -35,6 +36,7 @@ from fxzero.sharding import materialize
 from fxzero.sharding.before_step import watch_optimizers
 from fxzero.sharding.buffers import BufferSync
 from fxzero.sharding.gradients import reduce_what_arrives
+from fxzero.sharding.host import HOST, at_home, refuse_without_host_group
 from fxzero.sharding.identity import (
     ShardedParameter,
     hand_over,
@@ -77,6 +79,7 @@ def shard(
     ignored: Collection[nn.Parameter] = (),
     broadcast_buffers: bool = True,
     gather_group: bool = False,
+    offload: bool = False,
 ) -> nn.Module:
     """Shard a model's parameters for ZeRO training, in place.
 
@@ -100,6 +103,12 @@ def shard(
         gather_group: gather parameters in a process group of their own, over the same ranks. On
             NCCL it has a stream of its own, so that a gather need not wait behind the reduces
             that were launched before it, and buffers of its own. At stage 0 nothing is gathered.
+        offload: keep this rank's shards in the host's memory, as FSDP2's ``CPUOffloadPolicy``
+            does: each rank copies its own to the device, before the gather, where a forward or a
+            backward uses them, and gradients arrive on the host, where any optimizer updates.
+            Buffers, and what is `ignored`, are on the device: that of the mesh, else the model's
+            (CUDA for a model on the CPU in an NCCL process group, or on meta in one process).
+            Do not move the model afterwards. In `compile_step` it is ``memory="all_host"``.
 
     Returns:
         The same module. In a single process nothing is split and nothing communicates.
@@ -107,33 +116,53 @@ def shard(
     Raises:
         ShardingError: the model is sharded already, a parameter is not a leaf or is a
             DTensor, the mesh does not match the world, a meta module cannot be
-            initialised. The model is then untouched.
+            initialised, or `offload` lacks a process group for the host's tensors. The model is
+            then untouched.
     """
     let_anomaly_mode_read_dtensors()
     collect_only_new_objects_in_dynamo()
     write_no_asserts_without_symbols()
     ignored_ids = {id(parameter) for parameter in ignored}
-    _check(model, zero, param_dtype, reduce_dtype, ignored_ids, mesh, gather_group)
-    mesh = resolve_mesh(mesh, _device_type(model, mesh))
+    _check(model, zero, param_dtype, reduce_dtype, ignored_ids, mesh, gather_group, offload)
+    device_type = _device_type(model, mesh, offload)
+    mesh = resolve_mesh(mesh, device_type, from_host=offload)
     if mesh is not None:
-        _compare_ranks(model, mesh, zero, param_dtype, reduce_dtype, len(ignored_ids), gather_group)
+        if offload:
+            refuse_without_host_group(mesh)
+        settings = {
+            "zero": zero,
+            "param_dtype": param_dtype,
+            "reduce_dtype": reduce_dtype,
+            "mesh": mesh,
+            "ignored": len(ignored_ids),
+            "gather_group": gather_group,
+            "offload": offload,
+        }
+        _compare_ranks(model, mesh, settings)
     originals = dict(model.named_parameters())
     optimizers = optimizers_of(originals.values()) if mesh is not None else []
-    if mesh is not None and zero > 0:
+    moves = offload and any(p.device.type not in ("cpu", "meta") for p in originals.values())
+    if mesh is not None and (zero > 0 or moves):
         refuse_used_optimizers(originals, optimizers)
         refuse_alive(originals)
     state = ModelState(zero=zero, number=next_model_number())
     apart = gather_group and mesh is not None and zero > 0 and mesh.size(mesh.ndim - 1) > 1
-    make_spec = _spec_maker(state, mesh, param_dtype, reduce_dtype, apart)
+    device = torch.device(device_type if mesh is None else mesh.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    make_spec = _spec_maker(
+        state, mesh, param_dtype, reduce_dtype, apart, device if offload else None
+    )
     setattr(model, STATE, state)
     specs: dict[str, ParamSpec] = {}
-    replaced_by = _shard_modules(model, mesh, make_spec, specs, ignored_ids)
+    replaced_by = _shard_modules(model, mesh, device, make_spec, specs, ignored_ids, offload)
     setattr(model, _SPECS, specs)  # keeps the specs alive as long as the model
     hand_over(replaced_by, optimizers)
     if mesh is not None:
         groups = [mesh.get_group(axis).group_name for axis in range(mesh.ndim)]
         buffers = BufferSync(model, groups) if broadcast_buffers and mesh.size() > 1 else None
         state.buffers = buffers or None
+    if mesh is not None or offload:
         read_by_name(model, state)
     if param_dtype is not None:
         cast_inputs(model, param_dtype)
@@ -180,7 +209,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def report(model: nn.Module) -> Traffic:
     """What the compiled graphs of a sharded model have communicated since `shard`.
 
-    Cumulative: take the difference of two reports for one step.
+    With `offload`, and where a whole step holds something on the host, also what this rank has
+    copied to the device and from it. Cumulative: take the difference of two reports for one step.
 
     Raises:
         ShardingError: the model was not sharded by `fxzero.shard`.
@@ -220,29 +250,14 @@ def replace_specs(module: nn.Module, specs: dict[str, ParamSpec]) -> None:
     setattr(module, _SPECS, {name: register(spec) for name, spec in specs.items()})
 
 
-def _compare_ranks(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    zero: int,
-    param_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-    num_ignored: int,
-    gather_group: bool,
-) -> None:
+def _compare_ranks(model: nn.Module, mesh: DeviceMesh, settings: Mapping[str, object]) -> None:
     """See that all ranks shard alike before anything communicates: they would hang, or abort."""
     for axis in range(mesh.ndim):
         make_channel(mesh.get_group(axis).group_name)
     watch.start()
     watch_optimizers()
-    settings = {
-        "zero": str(zero),
-        "param_dtype": str(param_dtype),
-        "reduce_dtype": str(reduce_dtype),
-        "mesh": str(mesh),
-        "ignored": str(num_ignored),
-        "gather_group": str(gather_group),
-    }
-    compare_models({**settings, **describe(dict(model.named_parameters()))})
+    told = {name: str(value) for name, value in settings.items()}
+    compare_models({**told, **describe(dict(model.named_parameters()))})
 
 
 def _check(
@@ -253,6 +268,7 @@ def _check(
     ignored_ids: set[int],
     mesh: DeviceMesh | None,
     gather_group: bool,
+    offload: bool,
 ) -> None:
     """Refuse what cannot be sharded, before anything is touched."""
     if not isinstance(model, nn.Module):
@@ -261,6 +277,11 @@ def _check(
         raise ShardingError(f"zero={zero!r} is no ZeRO stage. Pass 0, 1, 2 or 3.")
     if type(gather_group) is not bool:
         raise ShardingError(f"gather_group={gather_group!r} is neither True nor False")
+    if type(offload) is not bool:
+        raise ShardingError(
+            f"offload={offload!r} is neither True nor False. Where a whole step holds what it has "
+            "is said by compile_step(options={'memory': …})."
+        )
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ShardingError(f"{name}={dtype!r} is no floating-point torch.dtype")
@@ -313,12 +334,17 @@ def _check(
         raise ShardingError(f"mesh={mesh!r} is no DeviceMesh. Make one with init_device_mesh().")
 
 
-def _device_type(model: nn.Module, mesh: DeviceMesh | None) -> str:
-    """Where shards will live: the mesh's device, else the model's, else CUDA if there is one."""
+def _device_type(model: nn.Module, mesh: DeviceMesh | None, offload: bool) -> str:
+    """Where the model computes: the mesh's device, else the model's, else CUDA if there is one.
+
+    Args:
+        offload: a model on the CPU may be there because its parameters shall stay there.
+    """
     if mesh is not None:
         return mesh.device_type
     kinds = {tensor.device.type for tensor in model.parameters()} - {"meta"}
-    if len(kinds) == 1:
+    stays = offload and kinds == {"cpu"} and torch.distributed.is_initialized()
+    if len(kinds) == 1 and not stays:
         return kinds.pop()
     if torch.distributed.is_initialized():
         return "cuda" if "nccl" in torch.distributed.get_backend() else "cpu"
@@ -331,8 +357,13 @@ def _spec_maker(
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     gathers_apart: bool,
+    device: torch.device | None,
 ) -> Callable[[str, nn.Parameter], ParamSpec]:
-    """A function that decides how a parameter is laid out."""
+    """A function that decides how a parameter is laid out.
+
+    Args:
+        device: where it is computed with, if its shard is in the host's memory.
+    """
     replicated, split = Layout(), Layout()
     if mesh is not None:
         outer = [AxisRole.REPLICATE] * (mesh.ndim - 1)
@@ -356,6 +387,7 @@ def _spec_maker(
                 compute_dtype=compute_dtype,
                 reduce_dtype=reduce_dtype or compute_dtype,
                 layout=split if state.zero > 0 and parameter.dim() > 0 else replicated,
+                device=device,
             )
         )
 
@@ -365,31 +397,35 @@ def _spec_maker(
 def _shard_modules(
     model: nn.Module,
     mesh: DeviceMesh | None,
+    device: torch.device,
     make_spec: Callable[[str, nn.Parameter], ParamSpec],
     specs: dict[str, ParamSpec],
     ignored_ids: set[int],
+    offload: bool,
 ) -> dict[int, nn.Parameter]:
     """Materialise, split and mark module after module; tied parameters stay tied.
+
+    Args:
+        device: where the model computes.
 
     Returns:
         The parameters that have replaced others, by the identity of those.
     """
     done: dict[int, tuple[nn.Parameter, ParamSpec]] = {}
     owned_by: dict[int, tuple[nn.Parameter, nn.Module, str]] = {}  # an id needs a living object
-    owners = list(model.named_modules())
-    device = torch.device(mesh.device_type if mesh is not None else _device_type(model, None))
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    for path, module in owners:
+    for path, module in list(model.named_modules()):
         originals = {n: p for n, p in module._parameters.items() if p is not None}
         for name, original in originals.items():
             owned_by.setdefault(id(original), (original, module, name))
         tied = {n: done[id(p)][0] for n, p in originals.items() if id(p) in done}
-        materialize.module(model, path, module, device, tied)
+        materialize.module(model, path, module, device, tied, HOST if offload else device)
         keys: dict[str, str] = {}
         for name, original in originals.items():
             if id(original) in ignored_ids:
                 remember(original)
+                made = module._parameters[name]
+                if made is not None and made is not original:  # it was on the meta device
+                    made.data = made.data.to(device)
                 continue
             if id(original) not in done:
                 full = module._parameters[name]
@@ -404,11 +440,11 @@ def _shard_modules(
                 done[id(original)] = (parameter, spec)
             parameter, spec = done[id(original)]
             module._parameters[name] = parameter
-            if mesh is not None:
+            if mesh is not None or offload:
                 setattr(parameter, KEY, spec.key)
                 if spec.replica_groups and not isinstance(parameter, DTensor):
                     reduce_what_arrives(parameter, spec)
-            if mesh is not None or spec.compute_dtype != spec.dtype:
+            if mesh is not None or offload or spec.compute_dtype != spec.dtype:
                 keys[name] = spec.key
         mark(module, keys, getattr(model, STATE))
     _broadcast_buffers(model, mesh)
@@ -426,13 +462,19 @@ def _split(
 ) -> nn.Parameter:
     """This rank's part of a parameter, with rank 0's values. The full one can then go."""
     if mesh is None:
+        if spec.device is not None:
+            full.data = at_home(full.data, spec.device)
         return full
     values = full.detach().to(device).contiguous()
     torch.distributed.broadcast(values, src=0)
     if spec.state.zero == 0:
-        if full.device == device:
+        if full.device == (device if spec.device is None else HOST):
             full.detach().copy_(values)
+            if spec.device is not None:
+                full.data = at_home(full.data, spec.device)
             return full
+        if spec.device is not None:
+            values = at_home(values, spec.device)
         moved = nn.Parameter(values, requires_grad=full.requires_grad)
         vars(moved).update(vars(full))
         return moved
@@ -440,14 +482,20 @@ def _split(
         values = values[spec.local_rows].clone()
     elif values.data_ptr() == full.data_ptr():
         values = values.clone()  # others may keep the full tensor's memory, and write to it
-    distributed = DTensor.from_local(
-        values,
-        mesh,
-        spec.layout.placements,
-        run_check=False,
-        shape=torch.Size(spec.shape),
-        stride=_contiguous_stride(spec.shape),
-    )
+    stride = _contiguous_stride(spec.shape)
+    if spec.device is not None:
+        distributed = dtensor_at_home(
+            at_home(values, spec.device), mesh, spec.layout.placements, spec.shape, stride
+        )
+    else:
+        distributed = DTensor.from_local(
+            values,
+            mesh,
+            spec.layout.placements,
+            run_check=False,
+            shape=torch.Size(spec.shape),
+            stride=stride,
+        )
     parameter = nn.Parameter(distributed, requires_grad=full.requires_grad)
     parameter.__class__ = ShardedParameter  # type: ignore[assignment]
     keep_layout(parameter)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fxzero._compat import pytree
+from fxzero.compiler.config import Config, MemoryPreset
 from fxzero.errors import BatchError, ConfigError
 from fxzero.sharding.params import ParamSpec
 
@@ -21,6 +23,40 @@ def check_micro_batches(count: int) -> int:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ConfigError(f"micro_batches={count!r} must be a whole number, 1 or more")
     return count
+
+
+def held_as_sharded(config: Config, specs: Mapping[str, ParamSpec]) -> Config:
+    """Settings for a model whose parameters `fxzero.shard` keeps in the host's memory: those of a
+    step that holds them there, ``memory="all_host"`` where nothing is said.
+
+    Raises:
+        ConfigError: the step would hold them elsewhere, or the model computes on a GPU.
+    """
+    devices = {spec.device for spec in specs.values() if spec.device is not None}
+    if not devices:
+        return config
+    gpus = sorted(str(device) for device in devices if device.type != "cpu")
+    if gpus:
+        raise ConfigError(
+            f"the model was sharded with offload=True and computes on {', '.join(gpus)}: copies to "
+            "and from a GPU are not built yet in compile_step. Train it with torch.compile(model, "
+            'backend="fxzero") and its own optimizer.'
+        )
+    states, params = config.filled.offload_states, config.filled.offload_params
+    if config.memory is MemoryPreset.NONE and not states.share and not params.share:
+        if states.share == 0 or params.share == 0:
+            raise ConfigError(_HELD.format("offload_states.share=0 or offload_params.share=0"))
+        return replace(config, memory=MemoryPreset.ALL_HOST)
+    if params.share != 1:
+        raise ConfigError(_HELD.format(config.offloads or f"offload_params.share={params.share}"))
+    return config
+
+
+_HELD = (
+    "{} holds parameters on the device, and the model was sharded with offload=True, which keeps "
+    "them in the host's memory. Drop the setting, which leaves options={{'memory': 'all_host'}}, "
+    "or shard without offload."
+)
 
 
 def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:

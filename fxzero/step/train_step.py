@@ -39,6 +39,7 @@ from fxzero.step.checks import (
     check_micro_batches,
     check_scheduler,
     check_splits,
+    held_as_sharded,
     optimized_parameters,
     refuse_ignored,
 )
@@ -89,7 +90,8 @@ def compile_step(
     stop after any step, save, train on with an ordinary loop, come back.
 
     Args:
-        model: any module; one that `fxzero.shard` has not seen is sharded with ``zero=0``.
+        model: any module; one that `fxzero.shard` has not seen is sharded with ``zero=0``. With
+            ``shard(offload=True)`` the step is one of ``memory="all_host"``.
         optimizer: over the model's parameters. SGD, Adam, AdamW and Adagrad are updated by
             torch's fused kernels, bucket by bucket (on CUDA with ``fused=True``); another
             optimizer runs its own ``step()`` at the end.
@@ -157,6 +159,7 @@ class TrainStep:
         if model_state(model) is None:
             shard(model, zero=0)
             parameters = optimized_parameters(model, optimizer)
+        config = held_as_sharded(config, param_specs(model))
         lowered = {precision.param_dtype} - {None}
         if torch.float16 not in (lowered or {s.compute_dtype for s in param_specs(model).values()}):
             precision.refuse_loss_scale()

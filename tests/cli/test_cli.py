@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -40,6 +41,15 @@ def test_the_table() -> None:
         assert name in result.output
     assert "gather.forward.0" in result.output
     assert "384 elements on the wire = 3.000 P" in result.output
+
+
+def test_shards_on_the_host() -> None:
+    """Copies are transfers like others, and the host's memory is told apart."""
+    result = call(TARGET, "--zero", "3", "--world-size", "8", "--offload", *BY_LAYER)
+    assert result.exit_code == 0, result.output
+    assert "upload.0" in result.output
+    assert re.search(r"own: \S+ \S+ copied to the device, \S+ \S+ to the host", result.output)
+    assert "in the host's memory:" in result.output
 
 
 def test_a_diff() -> None:

@@ -122,6 +122,10 @@ def _released() -> None:
     run_passes([ReleaseSaved()], side, Context(), given=_SIDE)
 
 
+def _on_host(**setup: Any) -> None:
+    scheduled(layers, "join_copies", Bucket(), offload=True, **setup)
+
+
 def _lowered() -> None:
     graph = scheduled(layers, "prefetch", Bucket(), Prefetch(distance=1), zero=3)
     gloo = mock.patch("fxzero.passes.lower_transfers.backend_of", return_value="gloo")
@@ -133,6 +137,8 @@ GRAPHS: dict[str, Callable[[], None]] = {
     "stage 0": functools.partial(_loop, zero=0),
     "stage 3": functools.partial(_loop, zero=3),
     "stage 3 on two axes": functools.partial(_loop, zero=3, mesh_shape=(2, 4)),
+    "stage 0, shards on the host": functools.partial(_on_host, zero=0),
+    "stage 3, shards on the host": functools.partial(_on_host, zero=3),
     "stage 3, lowered": _lowered,
     "stage 3, backward alone": _released,
     "step": functools.partial(_step, zero=3),

@@ -298,4 +298,48 @@ FAULTS = (
         "tests/passes/test_offload_activations.py"
         "::test_what_runs_at_some_time_and_what_is_next[10.0-relu-relu]",
     ),
+    Fault(
+        "the loop's compute reads a parameter of the host, and not its copy",
+        "passes/offload_shards.py",
+        "reader.replace_input_with(_source(reader, homes, part), part)",
+        "reader.replace_input_with(part, part)",
+        "verify: stage 0, shards on the host",
+        "which is in the host's memory",
+    ),
+    Fault(
+        "the loop gets one parameter's gradient for another's",
+        "passes/offload_shards.py",
+        "for position, part in zip(positions, parts, strict=True):",
+        "for position, part in zip(positions, parts[::-1], strict=True):",
+        "verify: stage 3, shards on the host",
+        "which is that of",
+    ),
+    Fault(
+        "a shard is gathered from the host as its masters' dtype",
+        "passes/offload_shards.py",
+        "return dtypes.pop() if len(dtypes) == 1 else spec.dtype",
+        "return spec.dtype",
+        "tests/passes/test_offload_shards.py::test_a_shard_is_cast_before_it_is_copied",
+    ),
+    Fault(
+        "any number of gradients is on its way to the loop",
+        "passes/join_copies.py",
+        "is_last = i + IN_FLIGHT >= len(downloads)",
+        "is_last = True",
+        "tests/passes/test_offload_shards.py::test_copies_start_before_they_are_waited_for",
+    ),
+    Fault(
+        "the loop's gradients are on the device",
+        "fxzero/sharding/ops.py",
+        "home = grad.device if spec.device is None else HOST\n    return grad.new_empty",
+        "home = grad.device\n    return grad.new_empty",
+        "tests/sharding/test_offload.py::test_fakes_know_both_devices",
+    ),
+    Fault(
+        "gradients that are on the host take part of the device's budget",
+        "fxzero/compiler/fitting.py",
+        "trained = [spec for spec in trained if spec.device is None]",
+        "trained = [spec for spec in trained]",
+        "tests/sharding/test_offload.py::test_gradients_of_before_are_not_in_a_budget",
+    ),
 )
