@@ -72,6 +72,9 @@ class ContractError(PassError):
 class DiskError(FxZeroError, OSError):
     """Bytes that cannot be held on disk, or that are not what was written there."""
 
+    output: object = None
+    """What a step returns that is complete, and whose result could not be written."""
+
 
 class VerificationError(FxZeroError, RuntimeError):
     """A graph that breaks one of the rules of `fxzero.graph.verify`."""

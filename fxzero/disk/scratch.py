@@ -161,9 +161,8 @@ def _nameless(folder: Path) -> int:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
             raise
     fd, name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it has no name, and not a leftover
-    finally:
+    fcntl.flock(fd, fcntl.LOCK_EX)  # who looks for leftovers may have it for a moment
+    with contextlib.suppress(FileNotFoundError):  # and may have taken it for one
         os.unlink(name)
     return fd
 

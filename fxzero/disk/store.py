@@ -27,7 +27,7 @@ import numpy as np
 from fxzero.disk.scratch import BLOCK, DiskSettings, ScratchFile, pages
 from fxzero.errors import DiskError
 
-_GO_BACK = "This step's result is lost: go back to a checkpoint."
+_GO_BACK = "What is computed from it is lost: load a checkpoint."
 _PAGE = mmap.PAGESIZE
 _WRITE_AT = 64 << 20
 """Bytes that may wait in memory until they are written."""
@@ -121,6 +121,11 @@ class DiskStore:
         """Where it begins."""
         self._unwritten_bytes = 0
         """What `put` has left in the mapping."""
+        self._expected: set[int] = set()
+        """Pieces that are being loaded."""
+        self.failures: list[DiskError] = []
+        """Writes of a step that failed, and that nobody has been told of."""
+        self._pid = os.getpid()
         self._buffer = pages(settings.chunk_bytes)
         self._using_buffer = threading.RLock()
         self._threads = _Threads(settings.depth)
@@ -186,6 +191,7 @@ class DiskStore:
                 part = source[first - begin : last - begin]
                 if len(part) == piece.num_bytes:
                     self._forget(piece)
+                    self._checksums[piece.number] = None
                     self._buffer[: len(part)] = part
                     self.write(piece, self._buffer)
                 else:
@@ -200,26 +206,39 @@ class DiskStore:
         Raises:
             DiskError: one cannot be written, or what is around a change cannot be read.
         """
+        if os.getpid() != self._pid:
+            raise DiskError(
+                "this process was forked from one that holds tensors on disk, and shares its "
+                "files: a step here would change them there. Train in a process that was spawned."
+            )
         with self._using_buffer:
             return self._write_changes()
 
     def _write_changes(self) -> int:
         self._unwritten_bytes = 0
         changed = self.changed_pages()
-        numbers = sorted({self._number_at(page * _PAGE) for page in changed.tolist()})
-        for number in numbers:
+        numbers = np.unique(np.searchsorted(self._begins, changed * _PAGE, side="right") - 1)
+        for number in numbers.tolist():
             piece = self.pieces[number]
-            if self._checksums[number] is None:
+            edges = (piece.begin // _PAGE, (piece.begin + piece.num_bytes) // _PAGE)
+            first, last = np.searchsorted(changed, edges).tolist()
+            is_whole = (last - first) * _PAGE == piece.num_bytes
+            if self._checksums[number] is None or (is_whole and number in self._expected):
                 self._buffer[: piece.num_bytes] = self._mapped_bytes(piece)
             else:
                 self.read(piece, self._buffer)
-                first, count = piece.begin // _PAGE, piece.num_bytes // _PAGE
-                for page in changed[(changed >= first) & (changed < first + count)].tolist():
+                for page in changed[first:last].tolist():
                     at = page * _PAGE
                     self._buffer[at - piece.begin :][:_PAGE] = self.memory[at : at + _PAGE]
             self.write(piece, self._buffer)
             self._forget(piece)
+        self._expected.clear()
         return len(numbers)
+
+    def expect(self, section: Section) -> None:
+        """A section is about to be loaded: where all of a piece is written over before the next
+        step, what was there before does not matter, were it right or not."""
+        self._expected |= {piece.number for piece in section.pieces}
 
     def changed_pages(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """The pages of the mapping that somebody has written to since they were on disk."""

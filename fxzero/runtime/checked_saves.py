@@ -16,15 +16,19 @@ from fxzero.runtime.disk_arena import disk_arena_of
 
 
 class CheckSaves:
-    """A hook that runs before a model's, or an optimizer's, state dict is made.
+    """A hook that runs before a model's, or an optimizer's, state dict is made, or loaded.
 
     Args:
         of_parameters: whether it is the model's, else the optimizer's.
+        loads: whether it is loaded: what it writes over need not be right.
     """
 
-    def __init__(self, optimizer: Optimizer | None, *, of_parameters: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer | None, *, of_parameters: bool, loads: bool = False
+    ) -> None:
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._of_parameters = of_parameters
+        self._loads = loads
 
     def __call__(self, *_: Any, **__: Any) -> None:
         """See to it.
@@ -34,7 +38,11 @@ class CheckSaves:
         """
         optimizer = self._optimizer() if self._optimizer is not None else None
         arena = disk_arena_of(optimizer) if optimizer is not None else None
-        if arena is not None:
+        if arena is None:
+            return
+        if self._loads:
+            arena.expect(of_parameters=self._of_parameters)
+        else:
             arena.check(of_parameters=self._of_parameters)
 
     def __reduce__(self) -> Any:
@@ -54,5 +62,8 @@ def check_saves(model: nn.Module, optimizer: Optimizer) -> None:
     if optimizer in _checked:
         return
     _checked.add(optimizer)
-    optimizer.register_state_dict_pre_hook(CheckSaves(optimizer, of_parameters=False))
-    model.register_state_dict_pre_hook(CheckSaves(optimizer, of_parameters=True))
+    owners: tuple[Any, ...] = (optimizer, model)
+    for owner in owners:
+        of = {"of_parameters": owner is model}
+        owner.register_state_dict_pre_hook(CheckSaves(optimizer, **of))
+        owner.register_load_state_dict_pre_hook(CheckSaves(optimizer, **of, loads=True))

@@ -197,6 +197,14 @@ class DiskArena:
             for section in sections[:1] if of_parameters else sections[1:]:
                 self.store.check(section)
 
+    def expect(self, *, of_parameters: bool) -> None:
+        """Parameters, or else their state, are about to be loaded."""
+        for bucket in self.buckets:
+            assert bucket.place is not None
+            sections = bucket.place.sections
+            for section in sections[:1] if of_parameters else sections[1:]:
+                self.store.expect(section)
+
     def begin_of(self, home: Home) -> int:
         """Where a tensor begins; tensors that are not here come first."""
         return self._places[home][0] if home in self._places else -1
@@ -215,7 +223,9 @@ class DiskArena:
         at, own = self._places[home]
         if tensor.data_ptr() == own.data_ptr() or not own.numel():
             return True
-        if Layout.of(tensor) != Layout.of(own) or shares_memory(tensor) or shares_memory(own):
+        if (tensor.shape, tensor.dtype) != (own.shape, own.dtype):
+            return False
+        if shares_memory(tensor) or shares_memory(own):
             return False
         dense = tensor.detach()
         if dense.stride() != own.stride():

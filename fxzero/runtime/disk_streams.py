@@ -61,9 +61,14 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 class States:
-    """A bucket on its way from the disk through an update and back."""
+    """A bucket on its way from the disk through an update and back.
 
-    def __init__(self, place: Place, ring: Ring) -> None:
+    All three lanes get their work at once, in one order for all threads of the process: were one
+    thread's update queued behind another's, whose reads wait behind its own, both would wait for
+    ever. What the update and the write lack they wait for.
+    """
+
+    def __init__(self, place: Place, ring: Ring, bytes_per_s: float) -> None:
         self.place = place
         self._ring = ring
         self._arrived: SimpleQueue[Any] = SimpleQueue()
@@ -71,21 +76,28 @@ class States:
         self._error: BaseException | None = None
         self._held: set[Buffer] = set()
         self._io: deque[Future[None]] = deque()
-        self._lanes_to_come = self._lanes_left = 3
+        self._lanes_left = 3
         self._lock = threading.Lock()
+        self.thread = threading.get_ident()
+        """Whose step it is of."""
+        self.work: Future[Callable[[], None]] = Future()
+        """What the host's lane does."""
+        self.write_rate: Future[float] = Future()
+        """What the write is held back to, in bytes a second."""
+        with _in_one_order:
+            read = worker(Lane.READ).submit(lambda: self.read(bytes_per_s))
+            self.updated = worker(Lane.HOST).submit(lambda: self.work.result()())
+            self.written = worker(Lane.WRITE).submit(lambda: self.write(self.write_rate.result()))
+        for lane in (read, self.updated, self.written):
+            lane.add_done_callback(lambda done: self._ended(done.exception()))
         _open.add(self)
 
-    def lane(self, done: Future[Any]) -> Future[Any]:
-        """One of the three lanes' work: if it fails, so do the others."""
-        self._lanes_to_come -= 1
-        done.add_done_callback(lambda done: self._ended(1, done.exception()))
-        return done
-
     def abandon(self) -> None:
-        """End lanes that wait for one that will not come: an interrupt came between them."""
-        missing, self._lanes_to_come = self._lanes_to_come, 0
-        if missing:
-            self._ended(missing, InterruptedError("the step ended before this update began"))
+        """End lanes that wait for what will not come: an interrupt came between them."""
+        why = InterruptedError("the step ended before this update began")
+        for lacking in (self.work, self.write_rate):
+            if not lacking.done():
+                lacking.set_exception(why)
 
     def read(self, bytes_per_s: float) -> None:
         """Read all pieces, as far as there are buffers."""
@@ -136,15 +148,10 @@ class States:
                 on_slices(params, parts, [*state, *counts], group, skip)
             self._updated.put((buffers, skipped))
 
-    def write(self, bytes_per_s: float) -> list[DiskError]:
-        """Write each piece once it is updated.
-
-        Returns:
-            Why some could not be written. They are in memory, and nothing is wrong with what comes
-            behind them.
-        """
+    def write(self, bytes_per_s: float) -> None:
+        """Write each piece once it is updated. What cannot be written is in memory, and nothing is
+        wrong with what comes behind it."""
         pace = Pace(bytes_per_s)
-        failed: list[DiskError] = []
         going: deque[tuple[Future[None], Buffer]] = deque()
 
         def end_one() -> None:
@@ -152,7 +159,7 @@ class States:
             try:
                 done.result()
             except DiskError as error:
-                failed.append(error)
+                self.place.store.failures.append(error)
             self._give(buffer)
 
         for number in range(self.place.num_pieces):
@@ -170,7 +177,6 @@ class States:
                 end_one()
         while going:
             end_one()
-        return failed
 
     def _take(self) -> Buffer:
         buffer = self._ring.take(lambda: self._error is not None)
@@ -184,10 +190,10 @@ class States:
         self._held.discard(buffer)
         self._ring.give(buffer)
 
-    def _ended(self, lanes: int, error: BaseException | None) -> None:
-        """Lanes are done. After the last one nothing is held, however they ended."""
+    def _ended(self, error: BaseException | None) -> None:
+        """A lane is done. If it failed, so do the others; after the last one nothing is held."""
         with self._lock:
-            self._lanes_left -= lanes
+            self._lanes_left -= 1
             is_last = not self._lanes_left
             if error is not None and self._error is None:
                 self._error = error
@@ -201,11 +207,13 @@ class States:
                 self._give(buffer)
 
 
+_in_one_order = threading.Lock()
 _open: weakref.WeakSet[States] = weakref.WeakSet()
 
 
 def _abandon_all() -> None:
-    for states in list(_open):
+    mine = threading.get_ident()
+    for states in [states for states in _open if states.thread == mine]:
         states.abandon()
 
 
@@ -247,9 +255,7 @@ class ReadStates:
         tensors = [params, *state[: len(self.bucket.names)]]
         if not all(place.holds(i, own) for i, own in enumerate(tensors)):
             return None
-        states = States(place, buffers.states)
-        states.lane(worker(Lane.READ).submit(lambda: states.read(bytes_per_s)))
-        return states
+        return States(place, buffers.states, bytes_per_s)
 
 
 def taken(states: States | None) -> States | None:
@@ -297,7 +303,8 @@ class StoredUpdate:
             else:
                 states.update(self.kernel.__name__, own, steps, group, skip)
 
-        return states.lane(worker(Lane.HOST).submit(run))
+        states.work.set_result(run)
+        return states.updated
 
     def __repr__(self) -> str:
         return self.__name__
@@ -309,17 +316,14 @@ def write_states(
     """Start writing what an update leaves."""
     if states is None:
         return update
-    return states.lane(worker(Lane.WRITE).submit(lambda: states.write(bytes_per_s)))
+    states.write_rate.set_result(bytes_per_s)
+    return states.written
 
 
 def written(done: Future[Any]) -> None:
-    """Wait until what an update has left is on disk.
-
-    Raises:
-        DiskError: some of it could not be written; it is in memory.
-    """
-    for error in done.result() or ():
-        raise error
+    """Wait until what an update has left is on disk. What could not be written is in memory, and
+    whoever runs the step says so once it is complete: `DiskStore.failures`."""
+    done.result()
 
 
 class Bring:

@@ -23,6 +23,7 @@ from fxzero.compiler.pipelines import step_passes
 from fxzero.errors import BatchError, CaptureError, ConfigError, FxZeroError, FxZeroWarning
 from fxzero.runtime.checked_saves import check_saves
 from fxzero.runtime.delayed import use_gradients, watch_state_dicts
+from fxzero.runtime.disk_arena import disk_arena_of
 from fxzero.runtime.optimizers import OptimizerLayout, kernels_of
 from fxzero.runtime.residents import release
 from fxzero.sharding.before_step import before_step, refuse_strangers
@@ -206,6 +207,8 @@ class TrainStep:
             BatchError: a batch that does not divide by the number of micro-batches.
             CaptureError: a loss that is no scalar; under ``strict`` a forward that is no single
                 graph (else a warning, and the step trains in several graphs).
+            DiskError: what is on disk cannot be read, or is not what was written; or it cannot be
+                written: the step is complete then, and its output is the error's ``output``.
             NonFiniteGradientError: gradients that are not finite, where that is an error.
         """
         self._check(batch, kwargs)
@@ -228,7 +231,14 @@ class TrainStep:
             _compat.mark_stepped(self.optimizer)
             if self.scheduler is not None:
                 self.scheduler.step()
-        return StepOutput(loss, norm, rates, skipped)
+        output = StepOutput(loss, norm, rates, skipped)
+        arena = disk_arena_of(self.optimizer)
+        if arena is not None and arena.store.failures:
+            error, *_ = arena.store.failures
+            arena.store.failures.clear()
+            error.output = output
+            raise error
+        return output
 
     def use_gradients(self) -> None:
         """Run the updates that the last step has left to the next one (`offload_states.delay`): at

@@ -9,13 +9,17 @@ import copy
 import errno
 import gc
 import io
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -43,7 +47,9 @@ class Training:
         self.model = nn.Sequential(*layers)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         loss = nn.functional.mse_loss
-        self.step = fxzero.compile_step(self.model, self.optimizer, loss, options=options, **step)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
+        step = {"options": options, "scheduler": self.scheduler, **step}
+        self.step = fxzero.compile_step(self.model, self.optimizer, loss, **step)
         self.width = width
         self.losses: list[Tensor] = []
 
@@ -220,6 +226,99 @@ def test_a_changed_bit(both: tuple[Training, Training]) -> None:
         disk.run()
 
 
+def test_a_checkpoint_is_loaded_over_what_has_changed(both: tuple[Training, Training]) -> None:
+    """As the message says: every piece is written over, right or not."""
+    plain, disk = both
+    saved = copy.deepcopy((disk.model.state_dict(), disk.optimizer.state_dict()))
+    store = disk.arena.store
+    for what in ("the parameter", "exp_avg of", "exp_avg_sq of"):
+        flip(store, [p.number for p in store.pieces if p.section.startswith(what)][1])
+    with pytest.raises(fxzero.DiskError, match="load a checkpoint"):
+        disk.run()
+    model, optimizer = copy.deepcopy(saved)
+    disk.model.load_state_dict(model)
+    disk.optimizer.load_state_dict(optimizer)
+    gc.collect()
+    disk.optimizer.param_groups[0]["lr"] = plain.optimizer.param_groups[0]["lr"]
+    disk.scheduler.load_state_dict(plain.scheduler.state_dict())
+    assert same(plain.run(2), disk.run(2))
+    assert is_at_home(disk)
+
+
+def test_a_part_that_is_written_over_does_not_make_the_rest_right(
+    both: tuple[Training, Training],
+) -> None:
+    """Loading some parameters blesses no others in the same piece."""
+    disk = both[1]
+    store = disk.arena.store
+    of_first = "the parameter of 0.weight"
+    flip(store, next(p.number for p in store.pieces if p.section.startswith(of_first)))
+    name, parameter = next(iter(disk.model.named_parameters()))
+    part = {name: torch.zeros_like(parameter)[:20]}
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        disk.model.load_state_dict(part, strict=False)
+    with torch.no_grad():
+        parameter[0] = 0.0
+    with pytest.raises(fxzero.DiskError, match="are not what was written"):
+        disk.run()
+
+
+def test_files_of_buckets_that_are_no_more_are_closed() -> None:
+    """One frozen weight after another makes other buckets."""
+    training = Training(DISK).run(1)
+    stores = [weakref.ref(training.arena.store)]
+    for parameter in list(training.model.parameters())[:3]:
+        parameter.requires_grad_(False)
+        training.run(1)
+        stores.append(weakref.ref(training.arena.store))
+    gc.collect()
+    assert sum(store() is not None for store in stores) == 1
+
+
+def train_in_child(training: Training, connection: Any) -> None:
+    """A step in a forked process."""
+    try:
+        training.run()
+        connection.send("trained")
+    except fxzero.DiskError as error:
+        connection.send(str(error))
+
+
+def test_a_forked_process_does_not_train_on_its_parents_files(
+    both: tuple[Training, Training],
+) -> None:
+    """It is refused, and the parent goes on."""
+    disk = both[1]
+    mine, theirs = multiprocessing.get_context("fork").Pipe()
+    child = multiprocessing.get_context("fork").Process(target=train_in_child, args=(disk, theirs))
+    child.start()
+    assert mine.poll(60)
+    assert "forked from one that holds tensors on disk" in mine.recv()
+    child.join()
+    assert same(*(t.run() for t in both))
+
+
+def test_two_threads_with_a_step_each() -> None:
+    """Updates are queued in one order on all lanes, whoever comes between their nodes."""
+    plain, *others = (Training(options).run(1) for options in (EAGER, DISK, DISK))
+    update = StoredUpdate.__call__
+
+    def slowly(self: StoredUpdate, *args: Any) -> Any:
+        time.sleep(0.002)
+        return update(self, *args)
+
+    with mock.patch.object(StoredUpdate, "__call__", slowly):
+        for _ in range(3):
+            batch = torch.randn(4, 48), torch.randn(4, 48)
+            plain.step(*batch)
+            with ThreadPoolExecutor(2) as threads:
+                for done in [threads.submit(other.step, *batch) for other in others]:
+                    done.result(timeout=60)
+    for other in others:
+        other.losses = plain.losses
+        assert same(plain, other)
+
+
 def test_writes_that_fail_lose_nothing(
     both: tuple[Training, Training], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,11 +335,14 @@ def test_writes_that_fail_lose_nothing(
 
     monkeypatch.setattr(ScratchFile, "write", fails_sometimes)
     plain.run()
-    with pytest.raises(fxzero.DiskError, match="this step's update is complete"):
+    with pytest.raises(fxzero.DiskError, match="this step's update is complete") as caught:
         disk.run()
-    disk.losses.append(plain.losses[-1])
+    assert isinstance(caught.value.output, fxzero.StepOutput)
+    disk.losses.append(caught.value.output.loss)
     monkeypatch.undo()
     assert same(plain, disk)
+    rates = [t.optimizer.param_groups[0]["lr"] for t in (plain, disk)]
+    assert rates[0] == rates[1] < 0.01
     assert len(disk.arena.store.changed_pages())
     plain.run()
     assert same(plain, disk.run())
@@ -255,7 +357,7 @@ def test_a_disk_that_ends(both: tuple[Training, Training], monkeypatch: pytest.M
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(ScratchFile, "read", fail)
-    with pytest.raises(fxzero.DiskError, match=r"reading .* Input/output error\. This step's"):
+    with pytest.raises(fxzero.DiskError, match=r"reading .* Input/output error\. What is"):
         disk.run()
     monkeypatch.undo()
     disk.run()
