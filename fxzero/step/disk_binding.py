@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from fxzero.runtime.arena import Home, Layout
 from fxzero.runtime.disk_arena import Bucket, DiskArena, disk_arena_for, disk_arena_of
 from fxzero.runtime.disk_streams import StoredUpdate
 from fxzero.transfer import Pool
+
+log = logging.getLogger("fxzero")
 
 
 class DiskBinder:
@@ -68,7 +71,14 @@ class DiskBinder:
         away = [(i, home) for i, home in self.homes if not arena.bring_home(home, values[i])]
         if away and is_new:
             gc.collect()  # what tracing has left behind looks at parameters too
-            for i, home in away:
-                arena.bring_home(home, values[i])
+            away = [(i, home) for i, home in away if not arena.bring_home(home, values[i])]
+            if away:
+                log.warning(
+                    "%d of %d tensors that were to be on disk stay in memory: something else looks "
+                    "at them, a state dict that is held, say (the first is of %s)",
+                    len(away),
+                    len(self.homes),
+                    away[0][1][0].partition("/")[2],
+                )
         arena.store.write_changes()
         values[position] = arena.buffers

@@ -28,12 +28,12 @@ def numbered(store: DiskStore) -> None:
         store.write(piece, memory)
 
 
-def flip(store: DiskStore, number: int) -> None:
+def flip(store: DiskStore, number: int, at: int = 5) -> None:
     """Change one bit of a piece behind the store's back."""
     piece = store.pieces[number]
     fd = os.open(f"/proc/self/fd/{store.files[piece.file].fd}", os.O_RDWR)
-    (byte,) = os.pread(fd, 1, piece.offset + 5)
-    os.pwrite(fd, bytes([byte ^ 4]), piece.offset + 5)
+    (byte,) = os.pread(fd, 1, piece.offset + at)
+    os.pwrite(fd, bytes([byte ^ 4]), piece.offset + at)
     os.close(fd)
 
 
