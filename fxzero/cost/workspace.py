@@ -155,6 +155,19 @@ def one_more(x: Tensor, *_: Any, **__: Any) -> int:
     return tensor_bytes(x) if x.device.type == "cpu" else 0
 
 
+_MEAN, _SUM = 1, 2
+
+
+@register_workspace_formula(_aten.mse_loss)
+@register_workspace_formula(_aten.smooth_l1_loss)
+@register_workspace_formula(_aten.huber_loss)
+def elementwise_loss_workspace(x: Tensor, target: Tensor, how: int = _MEAN, *_: Any) -> int:
+    """Each element's loss before they are reduced to one, on CPU; a mean divides by a number."""
+    if x.device.type != "cpu" or how not in (_MEAN, _SUM):
+        return 0
+    return tensor_bytes(x) + (8 + x.element_size() if how == _MEAN else 0)
+
+
 @register_workspace_formula(_aten._fft_r2c)
 @register_workspace_formula(_aten._fft_c2c)
 def fft_workspace(x: Tensor, dim: Sequence[int], *_: Any, **__: Any) -> int:

@@ -265,6 +265,14 @@ CHANNELS_LAST = torch.randn(2, 8, 16, 16).to(memory_format=torch.channels_last)
             (torch.randn(64, 64), torch.rand(64, 64) > 0.5, 2.0),
             id="dropout-backward",
         ),
+        *(
+            pytest.param(
+                loss.default, (*torch.rand(2, 64, 32, dtype=dtype), how), id=f"{loss}-{dtype}-{how}"
+            )
+            for dtype in (torch.float32, torch.float64)
+            for loss in (_aten.mse_loss, _aten.smooth_l1_loss, _aten.huber_loss)
+            for how in (0, 1, 2)
+        ),
         pytest.param(_aten.mul.Tensor, (torch.randn(64, 64), 2.0), id="number"),
         pytest.param(_aten.div.Scalar, (torch.randn(64, 64).double(), 3), id="number-double"),
         pytest.param(
