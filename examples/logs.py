@@ -47,13 +47,23 @@ class StepNumbers:
     gathered_bytes: int
     num_reduces: int
     reduced_bytes: int
+    num_uploads: int = 0
+    """Copies from the host's memory, where it holds part of the step, and back there."""
+    uploaded_bytes: int = 0
+    num_downloads: int = 0
+    downloaded_bytes: int = 0
 
     def __str__(self) -> str:
+        copies = (
+            f"  {self.num_uploads} up {_mebibytes(self.uploaded_bytes)}"
+            f"  {self.num_downloads} down {_mebibytes(self.downloaded_bytes)}"
+        )
         return (
             f"loss {self.loss:.3f}  lr {self.lr:.1e}  grad {self.grad_norm:.2f}  "
             f"{self.tokens_per_s:,.0f} tokens/s  peak {_mebibytes(self.peak_bytes)}  "
             f"{self.num_gathers} gathers {_mebibytes(self.gathered_bytes)}  "
             f"{self.num_reduces} reduces {_mebibytes(self.reduced_bytes)}"
+            f"{copies if self.num_uploads else ''}"
         )
 
 

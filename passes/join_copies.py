@@ -165,6 +165,8 @@ def start_late_updates(graph: StepGraph, uploads: list[TransferNodes]) -> int:
     """Start what the step before has left once what compute reads has been taken, and let gradients
     arrive where its own are when they have been used. Return how many updates are late."""
     late = [u for u in graph.nodes(role=Role.UPDATE) if isinstance(u.target, LateUpdate)]
+    if not late:
+        return 0
     taken = [copy.launch for copy in uploads if isinstance(copy.launch.target, Take)]
     begin = max((*taken, *graph.graph.find_nodes(op="placeholder")))
     downloads = downloads_of(graph)
