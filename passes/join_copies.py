@@ -3,7 +3,7 @@
     up_0; join(up_0); up_1; join(up_1); A; B     →  up_0; up_1; join(up_0); A; join(up_1); B
     …; down_0; C; down_1; D; down_2              →  …; down_0; C; down_1; D; landed(down_0); down_2
     …; u_1; E                                       …; u_1; ahead(up_1); E
-    …; stored_u; F                                  …; s = read; u(s); d = write(s); F; written(d)
+    …; stored_u; F                                  …; s = read; u(s); d = write(s); F; join(d)
 
 A copy to the device is waited for where the first run of compute reads it, and where each use has
 its own it starts as late as it can. A gradient is held until its copy has landed on the host: two
@@ -35,7 +35,7 @@ from fxzero.regions.cutout import end_of_run, runs
 from fxzero.runtime import copies
 from fxzero.runtime.ahead import Launch, Take
 from fxzero.runtime.delayed import LateUpdate, StartUpdate
-from fxzero.runtime.disk_streams import ReadStates, StoredUpdate, taken, write_states, written
+from fxzero.runtime.disk_streams import ReadStates, StoredUpdate, join_write, taken, write_states
 from fxzero.schedule.copy_times import Timeline
 from fxzero.transfer import DISK_READ, DISK_WRITE, Pool, Transfer, TransferKind
 
@@ -280,7 +280,7 @@ def stream_states(graph: StepGraph, update: fx.Node, throttle: Throttle) -> None
     end = next(graph.nodes(role=Role.JOIN))
     with graph.graph.inserting_before(end), graph.made_for(update):
         stamp = stamp.but(role=Role.WAIT)
-        graph.call(written, (done,), stamp=stamp, name=f"{done.name}_done", value=())
+        graph.call(join_write, (done,), stamp=stamp, name=f"{done.name}_done", value=())
 
 
 @dataclass(frozen=True)

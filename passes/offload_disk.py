@@ -1,6 +1,6 @@
 """Keep on disk what the host's memory has no room for.
 
-    up = upload([w]); …                            up = bring([w]); …
+    up = upload([w]); …                            up = read_params([w]); …
     u = host_adamw([w], [h], [[m], [v], [n]])   →  u = stored_adamw([w], [h], [[m], [v], [n]])
 
 ZeRO-Infinity's third level (Rajbhandari et al. 2021): parameters and optimizer state of whole
@@ -39,7 +39,7 @@ from fxzero.runtime.arena import aligned
 from fxzero.runtime.copies import HostUpdate
 from fxzero.runtime.disk_arena import Bucket, bucket_of, section_bytes
 from fxzero.runtime.disk_buffers import buffers_bytes
-from fxzero.runtime.disk_streams import StoredUpdate, bring_of
+from fxzero.runtime.disk_streams import StoredUpdate, read_params_of
 from fxzero.transfer import DISK_READ, Pool
 
 
@@ -124,7 +124,7 @@ def bring_from_disk(
     """Let a copy to the device begin on disk."""
     params, dtype, _ = copy.launch.args
     record = replace(copy.record, source=Pool.DISK, resource=DISK_READ, bytes_per_s=bytes_per_s)
-    copy.launch.target = bring_of(bucket, copy.stamp.params)
+    copy.launch.target = read_params_of(bucket, copy.stamp.params)
     copy.launch.args = (params, dtype, buffers, bytes_per_s)
     for node in (copy.launch, copy.wait, *copy.parts):
         changes: dict[str, Any] = {"lane": Lane.READ}

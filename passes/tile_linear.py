@@ -81,7 +81,7 @@ def column_bytes(spec: ParamSpec) -> int:
     return rows * spec.compute_dtype.itemsize
 
 
-def full_bytes(spec: ParamSpec) -> int:
+def gathered_bytes(spec: ParamSpec) -> int:
     """What a full parameter takes where it is gathered."""
     if len(spec.shape) != 2:
         return spec.num_elements * spec.compute_dtype.itemsize
@@ -220,7 +220,7 @@ class TileLinear(DecidingPass[Tiles]):
 
     def is_above(self, spec: ParamSpec) -> bool:
         """Whether a full parameter has more bytes than are allowed."""
-        return bool(self.max_bytes) and full_bytes(spec) > (self.max_bytes or 0)
+        return bool(self.max_bytes) and gathered_bytes(spec) > (self.max_bytes or 0)
 
     def cuts(self, spec: ParamSpec) -> bool:
         """Whether a parameter would travel in blocks, were it read as they can be."""
@@ -253,8 +253,8 @@ class TileLinear(DecidingPass[Tiles]):
                 columns = self._columns(spec)
             except WholeError as error:
                 ctx.warnings.append(
-                    f"{asked} has no effect on {spec.name}, which has {full_bytes(spec)} bytes: "
-                    f"{error}. It is gathered whole."
+                    f"{asked} has no effect on {spec.name}, which has {gathered_bytes(spec)} "
+                    f"bytes: {error}. It is gathered whole."
                 )
                 continue
             found.append(
@@ -263,7 +263,7 @@ class TileLinear(DecidingPass[Tiles]):
                     columns,
                     -(-spec.shape[1] // columns),
                     columns * column_bytes(spec),
-                    full_bytes(spec),
+                    gathered_bytes(spec),
                 )
             )
         return Tiles(tuple(found))

@@ -45,8 +45,8 @@ def wrong_transfers(graph: StepGraph) -> Iterator[Finding]:
             if expected and given and not set(given) <= set(expected):
                 yield Finding(
                     part,
-                    f"{part.name} is taken for {names_of(given)}, but {transfer.launch.name} "
-                    f"sent {names_of(expected)} there",
+                    f"{part.name} is taken for {named(given)}, but {transfer.launch.name} "
+                    f"sent {named(expected)} there",
                     "Keep the order of tensors and parts of a transfer alike.",
                 )
 
@@ -202,7 +202,7 @@ def wrong_gradient(
                     yield Finding(
                         node,
                         f"the gradient of {name} is {node.name}, which is that of "
-                        f"{names_of(stamp.params)}",
+                        f"{named(stamp.params)}",
                         "Keep parameters and gradients in one order.",
                     )
                 launch = launch_of(node)
@@ -282,8 +282,8 @@ def wrong_updates(graph: StepGraph) -> Iterator[Finding]:
                 if found != key:
                     yield Finding(
                         node,
-                        f"{node.name} takes {source.name} for the {what} of {names_of((key,))}, "
-                        f"which is that of {names_of((found,))}",
+                        f"{node.name} takes {source.name} for the {what} of {named((key,))}, "
+                        f"which is that of {named((found,))}",
                         "Keep parameters, gradients and state of an update in one order.",
                     )
 
@@ -312,12 +312,12 @@ def early_launches(graph: StepGraph) -> Iterator[Finding]:
                     update = updated_later[key]
                     yield Finding(
                         node,
-                        f"{node.name} gathers {names_of((key,))} for the next step before "
+                        f"{node.name} gathers {named((key,))} for the next step before "
                         f"{update.name} has changed it",
                         "Launch it behind the last update of its parameters.",
                     )
 
 
-def names_of(keys: tuple[str, ...]) -> str:
+def named(keys: tuple[str, ...]) -> str:
     """Parameters' names, without their models' numbers."""
     return ", ".join(key.partition("/")[2] or key or "nothing" for key in keys) or "nothing"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from fxzero.graph.belongings import Finding, names_of, value_before
+from fxzero.graph.belongings import Finding, named, value_before
 from fxzero.graph.stamps import Lane, Role, stamp_of
 from fxzero.graph.step_graph import StepGraph
 
@@ -37,7 +37,7 @@ def wrong_blocks(graph: StepGraph) -> Iterator[Finding]:
             yield Finding(
                 transfer.launch,
                 f"{transfer.launch.name} is to gather columns {block.start} to {block.stop} of "
-                f"{names_of((block.owner,))}, and sends {cuts or 'all of them'}",
+                f"{named((block.owner,))}, and sends {cuts or 'all of them'}",
                 "Emit the gathers of a block by fxzero.passes.shard_params.emit_gathers.",
             )
 
@@ -75,7 +75,7 @@ def wrong_columns(graph: StepGraph, gradient: fx.Node, key: str) -> Iterator[Fin
         if block is None or block.start != start:
             yield Finding(
                 part,
-                f"the gradient of {name} has {part.name}, of {names_of((own,))}, from column "
+                f"the gradient of {name} has {part.name}, of {named((own,))}, from column "
                 f"{start} on",
                 "Each block's shard has one place in its parameter's: passes/shard_grads.py.",
             )
@@ -90,7 +90,7 @@ def wrong_columns(graph: StepGraph, gradient: fx.Node, key: str) -> Iterator[Fin
         filled.add(start)
         left.remove(own)
     if left:
-        rule = f"the gradient of {name} lacks {names_of(tuple(left))}"
+        rule = f"the gradient of {name} lacks {named(tuple(left))}"
         yield Finding(gradient, rule, "Every block's gradient is part of its parameter's.")
 
 

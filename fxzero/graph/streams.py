@@ -4,7 +4,7 @@
     t = taken(s)
     u = stored_adamw([w], [h], …, t)
     d = write(t, u)                   what the update leaves
-    …; written(d); join([u])          before the step ends
+    …; join_write(d); join([u])          before the step ends
 
 The four stand in a row: were compute to wait for something between them, it might wait for reads
 that wait for buffers which only this update lets go of, for ever.

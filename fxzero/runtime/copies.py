@@ -10,7 +10,7 @@ down = send_home([dw, db], …); join_download(down)  d2h    gradients for its o
 
 Those of the loop go to and from a GPU too: on the current stream, which orders them before what
 reads them there, from and to pinned memory. What the host may write to, or read, behind a graph is
-waited for: gradients where they are joined, shards where the graph ends (`settle`).
+waited for: gradients where they are joined, shards where the graph ends (`wait_for_copies`).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def send_home(tensors: list[Tensor], bytes_per_s: float) -> Copy:
     return Copy(made, tensors, _Landing(event))
 
 
-def settle() -> None:
+def wait_for_copies() -> None:
     """Wait until no copy to a GPU reads the host's memory: an optimizer may write to it now."""
     while _unsettled:
         _unsettled.pop().synchronize()

@@ -163,7 +163,7 @@ def drop_gradients(optimizer: Optimizer) -> None:
         )
 
 
-def runs(optimizer: Optimizer, graph: int) -> None:
+def begin_run(optimizer: Optimizer, graph: int) -> None:
     """A graph is about to run. Where another one ran before, its gradients are used first: they
     lie where this one's may arrive."""
     if _ran_last.get(optimizer) != graph:

@@ -61,7 +61,7 @@ class Bucket:
         self.names = names
         self.place: Place | None = None
         """Where it is on disk, once something has been moved there."""
-        self.brings: dict[tuple[str, ...], Any] = {}
+        self.param_reads: dict[tuple[str, ...], Any] = {}
         """By parameters, what copies them to the device."""
 
     @property

@@ -1,9 +1,9 @@
 """What moves between disk, host and device, piece by piece: started by one node, joined by another.
 
-    up = Bring(bucket)([w], …); join_upload(up)               read          w to the device
+    up = ReadParams(bucket)([w], …); join_upload(up)          read          w to the device
     s = ReadStates(bucket)([w], [[m], [v]], …)                read   r0 r1 r2 …
     u = StoredUpdate(adamw)([w], [h], [[m], [v]], …, s)       host      u0 u1 u2 …
-    d = write_states(s, u, …); written(d)                     write        w0 w1 w2 …
+    d = write_states(s, u, …); join_write(d)                  write        w0 w1 w2 …
 
 A piece goes through all three lanes while others are on their way, so that an update takes as long
 as the slowest of them and holds a fixed number of buffers. `ReadStates`, the update and
@@ -284,7 +284,7 @@ class StoredUpdate:
         skip: Tensor | None,
         states: States | None = None,
     ) -> Future[Any]:
-        """Start the update of what `states` brings; in place, if it brings nothing."""
+        """Start the update of what `states` param_reads; in place, if it param_reads nothing."""
         if any(map(is_fake, params)):
             done: Future[Any] = Future()
             done.set_result(self.kernel(params, grads, state, group, scale, skip))
@@ -320,13 +320,13 @@ def write_states(
     return states.written
 
 
-def written(done: Future[Any]) -> None:
+def join_write(done: Future[Any]) -> None:
     """Wait until what an update has left is on disk. What could not be written is in memory, and
     whoever runs the step says so once it is complete: `DiskStore.failures`."""
     done.result()
 
 
-class Bring:
+class ReadParams:
     """Starts copying some of a bucket's parameters from the disk to the device."""
 
     __module__ = "fxzero.runtime.disk_streams"
@@ -334,7 +334,7 @@ class Bring:
     def __init__(self, bucket: Bucket, keys: Sequence[str]) -> None:
         self.bucket = bucket
         self.wanted = tuple(bucket.keys.index(key) for key in keys)
-        self.__name__ = self.__qualname__ = "bring"
+        self.__name__ = self.__qualname__ = "read_params"
 
     def __call__(
         self,
@@ -359,7 +359,7 @@ class Bring:
             if at_home:
                 assert place is not None
                 targets = dict(zip(self.wanted, map(flat, made), strict=True))
-                _bring(place, targets, buffers.params, bytes_per_s)
+                _read_params(place, targets, buffers.params, bytes_per_s)
                 return
             for target, param in zip(made, params, strict=True):
                 target.copy_(param)
@@ -367,16 +367,16 @@ class Bring:
         return Copy(made, params, worker(Lane.READ).submit(run))
 
 
-def bring_of(bucket: Bucket, keys: tuple[str, ...]) -> Bring:
+def read_params_of(bucket: Bucket, keys: tuple[str, ...]) -> ReadParams:
     """What copies some of a bucket's parameters: one for all micro-steps, which then do the
     same."""
-    found = bucket.brings.get(keys)
+    found = bucket.param_reads.get(keys)
     if found is None:
-        found = bucket.brings[keys] = Bring(bucket, keys)
+        found = bucket.param_reads[keys] = ReadParams(bucket, keys)
     return found
 
 
-def _bring(place: Place, targets: dict[int, Tensor], ring: Ring, bytes_per_s: float) -> None:
+def _read_params(place: Place, targets: dict[int, Tensor], ring: Ring, bytes_per_s: float) -> None:
     """Copy some of a place's parameters, as far as there are buffers read ahead of the copies."""
     pace = Pace(bytes_per_s)
     going: deque[tuple[int, Buffer, Future[None]]] = deque()

@@ -18,7 +18,7 @@ from fxzero.graph.steady import find_loop, runs_of
 from fxzero.graph.verify import check_constants
 from fxzero.ranks import agree, lost
 from fxzero.runtime.account import account_of
-from fxzero.runtime.copies import settle
+from fxzero.runtime.copies import wait_for_copies
 from fxzero.runtime.lanes import drain
 from fxzero.runtime.looped import looped
 from fxzero.sharding.full_parameter import check_returned_copies
@@ -96,7 +96,7 @@ def executable(
                 drain()
             raise
         if has_lanes:
-            settle()
+            wait_for_copies()
         for position, key in returned.items():
             if isinstance(results[position], Tensor):
                 note_reduced(key, results[position])

@@ -134,7 +134,7 @@ class Binder:
                 values[i] = _compat.local_tensor(value) if isinstance(value, DTensor) else value
         if self.staging:
             if not _compat.is_fake(next(v for v in values if isinstance(v, Tensor))):
-                delayed.runs(self.optimizer, id(self))
+                delayed.begin_run(self.optimizer, id(self))
             self._bring_home(values)
             self.disk.bring_home(values)
         for i, group in self.groups:

@@ -14,7 +14,7 @@ from fxzero.graph import Lane, Role, StepGraph
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.graph.verify import verify
 from fxzero.passes import Fact
-from fxzero.runtime.disk_streams import ReadStates, written
+from fxzero.runtime.disk_streams import ReadStates, join_write
 from fxzero.transfer import Pool
 from tests.passes.test_offload_disk import downloads, input_of, on_disk
 from tests.tracing import of_role
@@ -107,7 +107,7 @@ def test_a_write_that_nothing_waits_for(graph: StepGraph) -> None:
     """Somebody could read the parameter before it is there."""
     write = first_update(graph).next
     (wait,) = write.users
-    assert wait.target is written
+    assert wait.target is join_write
     graph.graph.erase_node(wait)
     refused(graph, "nothing waits for|is waited for 0 times")
 

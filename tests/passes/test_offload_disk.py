@@ -17,7 +17,13 @@ from fxzero.graph.step_graph import TransferNodes
 from fxzero.passes.offload_disk import Stored
 from fxzero.runtime import copies
 from fxzero.runtime.arena import ALIGNMENT
-from fxzero.runtime.disk_streams import Bring, ReadStates, StoredUpdate, write_states, written
+from fxzero.runtime.disk_streams import (
+    ReadParams,
+    ReadStates,
+    StoredUpdate,
+    join_write,
+    write_states,
+)
 from fxzero.schedule.simulate import simulate, simulate_memory
 from fxzero.transfer import DISK_READ, DISK_WRITE, Pool
 from tests.stepping import EAGER, chain_of, compiled_step
@@ -106,7 +112,7 @@ def test_an_update_is_read_updated_and_written_in_a_row(settings: dict[str, Any]
             assert record is not None
             assert (record.resource, record.full_bytes) == (resource, sum(map(num_bytes, large)))
         (wait,) = write.users
-        assert wait.target is written
+        assert wait.target is join_write
         (join,) = of_role(graph, Role.JOIN)
         assert write < wait < join
 
@@ -119,7 +125,7 @@ def test_what_the_device_reads_comes_from_disk(settings: dict[str, Any]) -> None
     assert brought
     assert not [t for t in graph.transfers(name=Lane.H2D.value) if t.of_parameters]
     for copy in brought:
-        assert isinstance(copy.launch.target, Bring)
+        assert isinstance(copy.launch.target, ReadParams)
         assert copy.wait.target is copies.join_upload
         assert (copy.record.source, copy.record.target) == (Pool.DISK, Pool.DEVICE)
         assert copy.stamp.params == tuple(k for t in copy.tensors for k in stamp_of(t).params)

@@ -151,7 +151,7 @@ def test_who_waits_for_copies_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert copies.join_download(down)[0] is arriving[0]
     assert arriving[0].device == CPU
     assert going_down.waited
-    copies.settle()
+    copies.wait_for_copies()
     assert going_up.waited
     assert not copies._unsettled
 
