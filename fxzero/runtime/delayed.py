@@ -128,7 +128,7 @@ class LateUpdate:
 
 _Known = dict[tuple[str, ...], Pending]
 _pending: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
-_ran_last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_ran_last: weakref.WeakKeyDictionary[Optimizer, object] = weakref.WeakKeyDictionary()
 
 
 def pending_of(optimizer: Optimizer, keys: tuple[str, ...], kernel: Callable[..., None]) -> Pending:
@@ -163,10 +163,10 @@ def drop_gradients(optimizer: Optimizer) -> None:
         )
 
 
-def begin_run(optimizer: Optimizer, graph: int) -> None:
+def begin_run(optimizer: Optimizer, graph: object) -> None:
     """A graph is about to run. Where another one ran before, its gradients are used first: they
     lie where this one's may arrive."""
-    if _ran_last.get(optimizer) != graph:
+    if _ran_last.get(optimizer) is not graph:
         use_gradients(optimizer)
         _ran_last[optimizer] = graph
 

@@ -56,6 +56,7 @@ class Binder:
         self.homes: list[tuple[int, Home]] = []
         """Positions in the graph of what lives on the host."""
         self.disk = DiskBinder(graph, self.optimizer)
+        self._token = object()  # not an id, which another graph has once this one is gone
         self._arena: HostArena | None = None
         self._micro_batches = micro_batches
         self._constants: tuple[float, list[tuple[int, Tensor]]] = (-1.0, [])
@@ -134,7 +135,7 @@ class Binder:
                 values[i] = _compat.local_tensor(value) if isinstance(value, DTensor) else value
         if self.staging:
             if not _compat.is_fake(next(v for v in values if isinstance(v, Tensor))):
-                delayed.begin_run(self.optimizer, id(self))
+                delayed.begin_run(self.optimizer, self._token)
             self._bring_home(values)
             self.disk.bring_home(values)
         for i, group in self.groups:

@@ -38,7 +38,7 @@ FAULTS = (
     Fault(
         "another graph's gradients arrive where the last one's wait",
         "fxzero/runtime/delayed.py",
-        "if _ran_last.get(optimizer) != graph:",
+        "if _ran_last.get(optimizer) is not graph:",
         "if False:",
         "tests/runtime/test_delayed.py::test_two_shapes_of_batches",
     ),
