@@ -125,6 +125,9 @@ class Context:
     """Whether the whole step will be one CUDA graph: it cannot ask a generator for its state."""
     throttle: Throttle = field(default_factory=Throttle)
     """What copies between pools are held back to."""
+    params_on_host: bool = False
+    """Whether parameters live on the host whoever updates them, as they are brought where they are
+    used."""
     level: Level | None = None
     """How much is given up for a memory budget, where there is one."""
     decompositions: dict[Any, Callable[..., Any]] = field(default_factory=dict)

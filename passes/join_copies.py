@@ -4,6 +4,7 @@
     …; down_0; C; down_1; D; down_2              →  …; down_0; C; down_1; D; landed(down_0); down_2
     …; u_1; E                                       …; u_1; ahead(up_1); E
     …; stored_u; F                                  …; s = read; u(s); d = write(s); F; join(d)
+    …; up_m; u_m; back_m; G                         …; up_m; G; u_m; back_m; H; landed(back_m)
 
 A copy to the device is waited for where the first run of compute reads it, and where each use has
 its own it starts as late as it can. A gradient is held until its copy has landed on the host: two
@@ -28,21 +29,21 @@ from fxzero.graph.aliases import readers
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import BESIDE_COMPUTE, stamp_of
 from fxzero.graph.step_graph import TransferNodes
+from fxzero.graph.streamed_states import brings_back, overwritten_by
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.passes.gradient_places import downloads_of, share_places, waits_for_norm
 from fxzero.passes.offload_disk import large_homes
+from fxzero.passes.streamed_updates import of_states, place_streams, streams_of
 from fxzero.regions.cutout import end_of_run, runs
 from fxzero.runtime import copies
 from fxzero.runtime.ahead import Launch, Take
 from fxzero.runtime.delayed import LateUpdate, StartUpdate
 from fxzero.runtime.disk_streams import ReadStates, StoredUpdate, join_write, taken, write_states
-from fxzero.schedule.copy_times import Timeline
+from fxzero.schedule.copy_times import SLACK, Timeline, first_compute
 from fxzero.transfer import DISK_READ, DISK_WRITE, Pool, Transfer, TransferKind
 
 IN_FLIGHT = 2
 """Copies of gradients at a time."""
-SLACK = 1.5
-"""How much of its time a copy is given: costs are estimates."""
 
 
 def join_late(graph: StepGraph, uploads: list[TransferNodes]) -> None:
@@ -118,13 +119,6 @@ def launch_late(
             begin = copy.launch
 
 
-def first_compute(graph: StepGraph, segment: Segment) -> fx.Node:
-    """The first node of a phase of a micro-step that computes something."""
-    return next(
-        node for node in graph.nodes(segment=segment) if stamp_of(node).role is Role.COMPUTE
-    )
-
-
 def first_on_device(graph: StepGraph, segment: Segment) -> fx.Node:
     """The first node of a phase of a micro-step that has a place there: copies have none yet."""
     return next(
@@ -145,7 +139,10 @@ def upload_ahead(graph: StepGraph, copy: TransferNodes) -> None:
     one reads the copies of before."""
     assert isinstance(copy.launch.target, Take)
     updates = {
-        user for param in copy.tensors for user in param.users if stamp_of(user).role is Role.UPDATE
+        user
+        for param in copy.tensors
+        for user in param.users
+        if stamp_of(user).role is Role.UPDATE or overwritten_by(user)
     }
     (update,) = updates
     after = max(update, *(end_of_run(reader) for reader in readers(*copy.parts)))
@@ -296,15 +293,20 @@ class JoinCopies(Pass):
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
         to_device = [t for t in graph.transfers() if t.is_copy and t.record.target is Pool.DEVICE]
-        uploads = drop_unread(graph, to_device)
-        downloads = graph.transfers(name=Lane.D2H.value)
+        uploads = drop_unread(graph, [t for t in to_device if not of_states(t)])
+        from_device = graph.transfers(name=Lane.D2H.value)
+        downloads = [copy for copy in from_device if not brings_back(copy)]
         for join in list(graph.nodes(role=Role.JOIN)):
             graph.output.prepend(join)
         join_late(graph, uploads)
         late = [copy for copy in uploads if copy.stamp.made_by != "offload_states"]
         values = [copy for copy in downloads if not copy.of_parameters]
-        if late:
+        streams = streams_of(graph)
+        if streams or late:
             timeline = Timeline(graph, ctx.costs, ctx.throttle, fuses=ctx.fuses)
+        if streams:
+            place_streams(graph, streams, timeline)
+        if late:
             launch_late(graph, late, timeline, cut=graph.loss is None)
             if self.in_flight is not None:
                 bound_uploads([copy for copy in late if copy.of_parameters], self.in_flight)
@@ -325,4 +327,5 @@ class JoinCopies(Pass):
         late_updates = start_late_updates(graph, uploads)
         on_disk = {"on_disk": len(stored)} if stored else {}
         on_disk |= {"late": late_updates} if late_updates else {}
+        on_disk |= {"streamed": len(streams)} if streams else {}
         return Notes(uploads=len(uploads), ahead=len(ahead), downloads=len(downloads), **on_disk)

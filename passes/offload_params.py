@@ -24,6 +24,7 @@ from fxzero.graph.step_graph import TransferNodes
 from fxzero.passes.base import Context, Door, Fact, Notes
 from fxzero.passes.decision import DecidingPass, Decision
 from fxzero.passes.offload_states import emit_upload
+from fxzero.passes.streamed_updates import of_states
 from fxzero.settings import a_share, at_least
 
 
@@ -60,6 +61,11 @@ def copy_by_segment(graph: StepGraph, copy: TransferNodes) -> int:
     return len(by_segment)
 
 
+def _copies_of_params(graph: StepGraph) -> list[TransferNodes]:
+    """The copies to the device that compute reads."""
+    return [copy for copy in graph.transfers(name=Lane.H2D.value) if not of_states(copy)]
+
+
 @dataclass(frozen=True)
 class OffloadParams(DecidingPass[Brought]):
     """Keep parameters on the host but where they are used."""
@@ -86,7 +92,7 @@ class OffloadParams(DecidingPass[Brought]):
 
     def decide(self, graph: StepGraph, ctx: Context) -> Brought:
         """Take those that are read first: what is read last would soon be brought again."""
-        uploads = graph.transfers(name=Lane.H2D.value)
+        uploads = _copies_of_params(graph)
         every_bytes = sum(copy.record.full_bytes for copy in uploads)
         wanted_bytes = (self.share or 0.0) * every_bytes
         chosen: list[str] = []
@@ -104,7 +110,7 @@ class OffloadParams(DecidingPass[Brought]):
         Raises:
             ConfigError: the decision names a copy that there is not.
         """
-        known = {copy.stamp.bucket: copy for copy in graph.transfers(name=Lane.H2D.value)}
+        known = {copy.stamp.bucket: copy for copy in _copies_of_params(graph)}
         strange = [name for name in decision.uploads if name not in known]
         if strange:
             raise ConfigError(

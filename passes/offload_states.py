@@ -12,6 +12,9 @@ on the host's cores while backward goes on, and the result comes back behind it,
 to find (`fxzero.runtime.residents`). Where gradients are clipped, or a loss is scaled, updates wait
 for the norm, and copies do not.
 
+With ``update=device`` state streams through the device instead, and is updated there: see
+`fxzero.passes.streamed_updates`.
+
 With a `share` it is the buckets whose gradients come first that go: those that come last stay, as
 nothing is left that their copies could hide behind (SuperOffload, Lian et al. 2025).
 """
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any, ClassVar
 
 import torch
@@ -33,6 +37,7 @@ from fxzero.graph.operators import is_cast_or_copy, num_bytes
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Door, Fact, Notes, Room
 from fxzero.passes.decision import DecidingPass, Decision
+from fxzero.passes.streamed_updates import large_state, stream
 from fxzero.runtime import copies, updates
 from fxzero.runtime.ahead import Take
 from fxzero.runtime.arena import aligned
@@ -42,9 +47,16 @@ from fxzero.settings import a_share, at_least
 from fxzero.transfer import PCIE_DOWN, PCIE_UP, Pool, Transfer, TransferKind
 
 
+class Place(StrEnum):
+    """Where what lives on the host is updated."""
+
+    HOST = "host"
+    DEVICE = "device"
+
+
 @dataclass(frozen=True)
 class Offloaded(Decision):
-    """Which updates run on the host."""
+    """Which updates' state lives on the host."""
 
     updates: tuple[str, ...] = ()
     """Their nodes, in the order in which their gradients are there."""
@@ -53,7 +65,8 @@ class Offloaded(Decision):
 
 
 def movable_updates(graph: StepGraph) -> list[fx.Node]:
-    """The updates that can run on the host, in the order in which their gradients are there."""
+    """The updates whose state can be on the host, in the order in which their gradients are
+    there."""
     place = {node: i for i, node in enumerate(graph.graph.nodes)}
     kernels = set(updates.KERNELS.values())
     fixed = graph.mutated | set(graph.output.all_input_nodes)
@@ -94,13 +107,14 @@ def read_copies(
     *,
     fuses: bool,
 ) -> None:
-    """Let the device read copies of an update's parameters.
+    """Let the device compute with copies of an update's parameters that live on the host.
 
     Args:
         fuses: whether compute is, or will be, compiled regions.
         optimizer: whose copies stay on the device from step to step; None makes new ones in each.
     """
-    params = [param for param in params_of(update) if readers_of(param)]
+    on_host = [param for param in params_of(update) if stamp_of(param).pool is Pool.HOST]
+    params = [param for param in on_host if readers_of(param)]
     by_dtype: dict[torch.dtype, list[fx.Node]] = {}
     for param in params:
         by_dtype.setdefault(dtype_on_device(param, fuses=fuses), []).append(param)
@@ -301,6 +315,11 @@ class OffloadStates(DecidingPass[Offloaded]):
     """Copy parameters back to the device as soon as they are updated, where their copies then stay
     from step to step; else in the step that needs them, until it has read them last. Under a
     `memory_budget` that leaves no room, it is else."""
+    update: Place = Place.HOST
+    """Where it is updated: on the ``host``, by its cores, or on the ``device``, where state comes
+    in for an update and goes back behind it, two updates' at a time: more bytes, and no work for
+    the host. Parameters stay on the device then, but for fp32 masters of what is computed in a
+    lower precision, and for what `offload_params` brings."""
     delay: int = 0
     """1 leaves each update to the next step, where it runs beside forward and backward, which read
     parameters of before it (ZeRO-Offload's delayed parameter update). Of whole steps alone whose
@@ -323,6 +342,11 @@ class OffloadStates(DecidingPass[Offloaded]):
                 "offload_states.delay=1 needs copies that stay on the device while the update "
                 "changes the parameters: leave out offload_states.ahead=False"
             )
+        if self.delay and self.update is Place.DEVICE:
+            raise ConfigError(
+                "offload_states.delay=1 and offload_states.update=device: an update on the device "
+                "has nothing to hide behind. Leave out one of them."
+            )
 
     def decide(self, graph: StepGraph, ctx: Context) -> Offloaded:
         """Take the buckets whose gradients come first.
@@ -331,7 +355,7 @@ class OffloadStates(DecidingPass[Offloaded]):
             ConfigError: the optimizer's update is no call of torch's kernels, or not on the CPU.
         """
         self._refuse(graph, ctx)
-        movable = movable_updates(graph)
+        movable = [u for u in movable_updates(graph) if self._homes_of(u, ctx)]
         every_bytes = sum(num_bytes(p) for update in movable for p in params_of(update))
         wanted_bytes = (self.share or 0.0) * every_bytes
         chosen: list[fx.Node] = []
@@ -342,7 +366,12 @@ class OffloadStates(DecidingPass[Offloaded]):
                 break
             chosen.append(update)
             taken_bytes += own_bytes
-        if movable and not chosen:
+        if not movable and self.update is Place.DEVICE:
+            ctx.warnings.append(
+                "offload_states.update=device moves nothing: this optimizer keeps no state, and "
+                "parameters stay on the device"
+            )
+        elif movable and not chosen:
             least = sum(map(num_bytes, params_of(movable[0])))
             ctx.warnings.append(
                 f"offload_states.share={self.share:g} moves nothing: the bucket whose gradients "
@@ -351,8 +380,20 @@ class OffloadStates(DecidingPass[Offloaded]):
             )
         return Offloaded(
             tuple(update.name for update in chosen),
-            sum(num_bytes(node) for update in chosen for node in homes_of(update)),
+            sum(num_bytes(node) for update in chosen for node in self._homes_of(update, ctx)),
         )
+
+    def _homes_of(self, update: fx.Node, ctx: Context) -> list[fx.Node]:
+        """What lives on the host of what an update changes."""
+        if self.update is Place.HOST:
+            return homes_of(update)
+        params = [
+            param
+            for param in params_of(update)
+            if ctx.params_on_host
+            or dtype_on_device(param, fuses=ctx.fuses) is not param.meta["val"].dtype
+        ]
+        return [*params, *large_state(update)]
 
     def _refuse(self, graph: StepGraph, ctx: Context) -> None:
         layout = ctx.optimizer
@@ -396,7 +437,8 @@ class OffloadStates(DecidingPass[Offloaded]):
         if not chosen:
             return Notes()
         place = {node: i for i, node in enumerate(graph.graph.nodes)}
-        homes = [home for update in chosen for home in homes_of(update)]
+        by_update = {update: self._homes_of(update, ctx) for update in chosen}
+        homes = [home for own in by_update.values() for home in own]
         for home in homes:
             set_stamp(home, stamp_of(home).but(pool=Pool.HOST))
 
@@ -412,6 +454,11 @@ class OffloadStates(DecidingPass[Offloaded]):
         for update in sorted(chosen, key=first_read):
             rate = ctx.throttle.bytes_per_s(Lane.H2D)
             read_copies(graph, update, rate, optimizer, fuses=ctx.fuses)
+        if self.update is Place.DEVICE:
+            for update, own in by_update.items():
+                params = [param for param in params_of(update) if param in own]
+                stream(graph, update, params, ctx.throttle)
+            return self._notes(graph, chosen, sum(map(num_bytes, homes)))
         staging_bytes = sum(aligned(num_bytes(g)) for u in chosen for g in grads_of(u))
         staging, offset = staging_area(graph, staging_bytes)
         for update in chosen:
@@ -422,11 +469,11 @@ class OffloadStates(DecidingPass[Offloaded]):
             for update in chosen:
                 run_later(update, ctx.optimizer.optimizer, self.delay_after)
         end_with_updates(graph, chosen)
-        up = [t.record.full_bytes for t in graph.transfers(name=Lane.H2D.value)]
-        down = [t.record.full_bytes for t in graph.transfers(name=Lane.D2H.value)]
-        return Notes(
-            updates=len(chosen),
-            host_bytes=sum(map(num_bytes, homes)) + staging_bytes,
-            up_bytes=sum(up),
-            down_bytes=sum(down),
+        return self._notes(graph, chosen, sum(map(num_bytes, homes)) + staging_bytes)
+
+    def _notes(self, graph: StepGraph, chosen: list[fx.Node], host_bytes: int) -> Notes:
+        up, down = (
+            sum(copy.record.full_bytes for copy in graph.transfers(name=lane.value))
+            for lane in (Lane.H2D, Lane.D2H)
         )
+        return Notes(updates=len(chosen), host_bytes=host_bytes, up_bytes=up, down_bytes=down)

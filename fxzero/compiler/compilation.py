@@ -71,8 +71,9 @@ class Compilation:
     def __post_init__(self) -> None:
         if self.config.plan:
             self.context.decisions.plan = Plan.read(self.config.plan, DECIDING)
-        self.context.throttle = self.config.throttle
         filled = self.config.filled
+        self.context.throttle = self.config.throttle
+        self.context.params_on_host = bool(filled.offload_params.share)
         if not filled.offload_states.ahead and not filled.offload_states.share:
             self.context.warnings.append(
                 "offload_states.ahead=False has no effect: no state is offloaded"

@@ -29,6 +29,7 @@ from fxzero.passes import (
     TileLinear,
 )
 from fxzero.passes.lower_regions import RegionBackend
+from fxzero.passes.offload_states import Place
 from fxzero.passes.recompute import Policy
 from fxzero.settings import Size, build, check_types
 
@@ -88,6 +89,11 @@ def check_shares(config: Config) -> None:
             f"offload_states.delay=1 and {what}: compute would read parameters on the host while "
             "the update of the step before changes them. Use memory='states_host', whose copies "
             "stay on the device."
+        )
+    if config.offload_states.update is Place.DEVICE and config.host_budget != NO_BUDGET:
+        raise ConfigError(
+            f"offload_states.update=device and host_budget={config.host_budget}: what is on disk "
+            "is updated on the host, piece by piece. Leave out one of them."
         )
 
 

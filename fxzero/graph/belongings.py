@@ -36,7 +36,7 @@ def wrong_transfers(graph: StepGraph) -> Iterator[Finding]:
         if not transfer.of_parameters:
             continue
         yield from _wrong_group(graph, transfer)
-        for part in transfer.parts:
+        for part in transfer.parts if transfer.parts != (transfer.wait,) else ():
             sent, expected = _what_was_sent(transfer, part)
             given = stamp_of(part).params
             if transfer.stamp.lane in (Lane.GATHER, Lane.H2D):
@@ -290,6 +290,8 @@ def wrong_updates(graph: StepGraph) -> Iterator[Finding]:
 
 def _key_of(source: fx.Node) -> str:
     """The parameter that a graph input is, or holds the state of."""
+    if source.op != "placeholder" and stamp_of(source).lane is Lane.H2D:
+        source = sent_as(source)
     match source.meta.get("fxzero_source"):
         case ("state", key, _):
             return str(key)

@@ -21,6 +21,7 @@ from fxzero.graph.late_updates import wrong_starts
 from fxzero.graph.operators import num_bytes, writes_memory
 from fxzero.graph.stamps import BESIDE_COMPUTE, Lane, Role, stamp_of
 from fxzero.graph.step_graph import StepGraph, TransferNodes, sent_by
+from fxzero.graph.streamed_states import brings_back, overwritten_by, wrong_streamed_states
 from fxzero.graph.streams import is_stream, wrong_streams
 from fxzero.transfer import DISK_READ, PCIE_DOWN, PCIE_UP, Pool
 
@@ -47,6 +48,7 @@ def wrong_lanes(graph: StepGraph) -> Iterator[Finding]:
     yield from _shared_places(graph, down)
     yield from wrong_starts(graph, down)
     yield from wrong_streams(graph, [copy for copy in found if is_stream(copy)])
+    yield from wrong_streamed_states(graph, found)
 
 
 def _read_by_compute(graph: StepGraph) -> Iterator[Finding]:
@@ -130,13 +132,15 @@ def _changed_meanwhile(copy: TransferNodes) -> Iterator[Finding]:
 
 def _writers(source: fx.Node) -> Iterator[fx.Node]:
     """What writes to a value's memory: updates to what they change and to the gradients that they
-    scale, and operators that write to their first argument."""
+    scale, operators that write to their first argument, and what is copied over it."""
     for alias in [root(source), *readers(root(source))]:
         for user in alias.users:
             if user.op != "call_function":
                 continue
-            if stamp_of(user).role is Role.UPDATE or (
-                writes_memory(user) and user.args and user.args[0] is alias
+            if (
+                stamp_of(user).role is Role.UPDATE
+                or (writes_memory(user) and user.args and user.args[0] is alias)
+                or alias in overwritten_by(user)
             ):
                 yield user
 
@@ -288,7 +292,7 @@ def _shared_places(graph: StepGraph, copies: list[TransferNodes]) -> Iterator[Fi
 
 def is_staged(copy: TransferNodes) -> bool:
     """Whether a copy to the host goes to a place that is said, and not to memory of its own."""
-    return len(copy.launch.args) > 2
+    return len(copy.launch.args) > 2 and not brings_back(copy)
 
 
 def _waited_before(copies: list[TransferNodes]) -> dict[fx.Node, set[fx.Node]]:

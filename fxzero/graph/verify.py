@@ -54,6 +54,7 @@ from fxzero.graph.node_text import node_line, source_line
 from fxzero.graph.operators import is_random
 from fxzero.graph.stamps import Lane, Role, has_stamp, stamp_of
 from fxzero.graph.step_graph import StepGraph
+from fxzero.graph.streamed_states import overwritten_by
 
 _RELEASES = (torch.ops.fxzero.release.default, torch.ops.fxzero.release_saved.default)
 
@@ -203,7 +204,9 @@ def _is_part(node: fx.Node) -> bool:
 
 def _only_read_by(graph: StepGraph, after: str, node: fx.Node, waits: list[fx.Node]) -> None:
     for user in node.users:
-        if user not in waits and stamp_of(user).role is not Role.RELEASE:
+        role = stamp_of(user).role
+        waits_on_its_lane = role is Role.AHEAD and bool(overwritten_by(node))
+        if user not in waits and role is not Role.RELEASE and not waits_on_its_lane:
             _fail(
                 graph,
                 user,
@@ -241,7 +244,7 @@ def _nothing_reads_after(
         for value in values:
             owner = root(value)
             for alias in _aliases(owner):
-                late = [user for user in alias.users if end < user and not _is_ahead(user)]
+                late = [user for user in alias.users if end < user and not _takes_result(user)]
                 if late:
                     rule = f"{min(late).name} reads {alias.name} after {end.name} {what}"
                     _fail(graph, min(late), after, rule, advice)
@@ -259,9 +262,12 @@ def _aliases(owner: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _is_ahead(node: fx.Node) -> bool:
-    """Whether a node starts a gather for the next step, which reads what this one has updated."""
-    return node.op == "call_function" and stamp_of(node).role is Role.AHEAD
+def _takes_result(node: fx.Node) -> bool:
+    """Whether a node reads what an update leaves: it starts a gather for the next step, or brings
+    state back to the host."""
+    if node.op != "call_function":
+        return False
+    return stamp_of(node).role is Role.AHEAD or bool(overwritten_by(node))
 
 
 def check_reductions(graph: StepGraph, after: str) -> None:

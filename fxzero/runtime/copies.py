@@ -5,6 +5,9 @@ down = download([dw, db], …); arrived(down)         d2h    gradients that upda
 landed(down)                                               the device's gradients may end
 u = HostUpdate(adamw)(…); join_updates([u])         host
 
+up = upload([m, v], …); join_upload(up)             h2d    state that an update on the device reads
+back = bring_back([m, v], …); landed(back)          d2h    and what it has made of it
+
 up = bring([w, b], …); join_upload(up)              h2d    shards of the ordinary loop, and
 down = send_home([dw, db], …); join_download(down)  d2h    gradients for its optimizer
 
@@ -151,6 +154,20 @@ def download(
         for tensor, other, offset, dtype in zip(tensors, like, offsets, dtypes, strict=True)
     ]
     return _started(Lane.D2H, places, tensors, bytes_per_s, behind)
+
+
+def bring_back(
+    tensors: list[Tensor], homes: list[Tensor], updated: None, bytes_per_s: float
+) -> Copy:
+    """Start copying tensors of the device over those of the host that they were copied from.
+
+    Args:
+        updated: what the update returns that has changed them: it comes first.
+    """
+    return _started(Lane.D2H, homes, tensors, bytes_per_s)
+
+
+bring_back.overwrites_homes = True  # type: ignore[attr-defined]
 
 
 def join_download(copy: Copy) -> list[Tensor]:

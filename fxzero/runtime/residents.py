@@ -52,15 +52,21 @@ class Resident:
         return Copy(tensors, params, worker(Lane.H2D).submit(refresh))
 
     def launch(
-        self, params: list[Tensor], update: Future[Any], dtype: torch.dtype, bytes_per_s: float
+        self,
+        params: list[Tensor],
+        update: Future[Any] | Copy,
+        dtype: torch.dtype,
+        bytes_per_s: float,
     ) -> None:
-        """Start copying what an update leaves; the next step waits for it."""
+        """Start copying what an update on the host leaves, or what comes back from one on the
+        device; the next step waits for it."""
         if any(map(is_fake, params)):
             return
         tensors = self.tensors
+        done = update.done if isinstance(update, Copy) else update
 
         def run() -> None:
-            update.result()
+            done.result()
             for mine, param in zip(tensors, params, strict=True):
                 mine.copy_(param)
 

@@ -13,10 +13,14 @@ from torch import fx
 
 from fxzero.cost.model import CostModel
 from fxzero.cost.throttle import Throttle
-from fxzero.graph import Lane, StepGraph
+from fxzero.graph import Lane, Role, Segment, StepGraph
+from fxzero.graph.stamps import stamp_of
 from fxzero.schedule.engine import COMPUTE
 from fxzero.schedule.simulate import tasks_of
 from fxzero.transfer import Pool, Transfer
+
+SLACK = 1.5
+"""How much of its time a copy is given: costs are estimates."""
 
 
 class Timeline:
@@ -72,3 +76,10 @@ class Timeline:
             lane = Lane.READ
         held_back = replace(copy, bytes_per_s=self.throttle.bytes_per_s(lane))
         return self.costs.transfer(held_back).wire_us
+
+
+def first_compute(graph: StepGraph, segment: Segment) -> fx.Node:
+    """The first node of a phase of a micro-step that computes something."""
+    return next(
+        node for node in graph.nodes(segment=segment) if stamp_of(node).role is Role.COMPUTE
+    )

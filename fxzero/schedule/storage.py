@@ -28,17 +28,18 @@ from torch import fx
 
 from fxzero._compat import OpOverload
 from fxzero.cost.workspace import piece_bytes, workspace_bytes
-from fxzero.graph import Lane, Phase, Role, StepGraph
+from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import num_bytes, tensor_bytes, writes_memory
 from fxzero.graph.stamps import BESIDE_COMPUTE, stamp_of
 from fxzero.graph.step_graph import sent_by
+from fxzero.graph.streamed_states import overwritten_by
 from fxzero.regions.cutout import Cutout, cut_out, end_of_run, is_lowerable, runs
 from fxzero.regions.region import Region
 from fxzero.runtime import collectives
 from fxzero.runtime.ahead import Take
 from fxzero.runtime.arena import aligned
-from fxzero.transfer import Pool
+from fxzero.transfer import Pool, Transfer
 
 
 class Kind(StrEnum):
@@ -354,16 +355,18 @@ class _Walk:
                         storage.readers[node] = None
         elif stamp.role is Role.WAIT:
             self._alias(node, node.all_input_nodes[0])
-        elif stamp.transfer is not None and stamp.transfer.target is Pool.DEVICE:
+        elif stamp.role is Role.LAUNCH and _record_of(stamp).target is Pool.DEVICE:
             stays = isinstance(node.target, Take)  # what the step before has left here
             begin = None if stays else node
             values = node.meta["val"]
-            kind = Kind.PARAMETERS if stamp.params else Kind.ACTIVATIONS
             made = self.storage[node] = [
-                self._make(node, tensor_bytes(value), kind, begin) for value in values
+                self._make(node, tensor_bytes(value), self._kind_of_copy(source), begin)
+                for value, source in zip(values, sent_by(node), strict=True)
             ]
             for storage in made:
                 storage.stays = stays
+        elif overwritten_by(node):
+            self.storage[node] = []  # what is there lives anyway
         elif stamp.role is Role.LAUNCH and len(node.args) == 2:  # a gradient for the loop
             made = self.storage[node] = [
                 self._new(node, tensor_bytes(value), Kind.GRADIENTS) for value in node.meta["val"]
@@ -374,6 +377,13 @@ class _Walk:
             staging = node.args[2]
             assert isinstance(staging, fx.Node)
             self.storage[node] = self.storage[staging] * len(node.meta["val"])
+
+    def _kind_of_copy(self, source: fx.Node) -> Kind:
+        """What a copy of something that lives on the host, or was moved there, is for."""
+        if source.op != "placeholder":
+            return Kind.ACTIVATIONS
+        (storage,) = self.storage[source]
+        return storage.kind
 
     def _wait(self, node: fx.Node) -> None:
         (launch, *_) = node.all_input_nodes
@@ -392,6 +402,11 @@ class _Walk:
         self.storage[node] = [
             self._new(node, tensor_bytes(v), Kind.GRADIENTS) for v in node.meta["val"]
         ]
+
+
+def _record_of(launch: Stamp) -> Transfer:
+    assert launch.transfer is not None
+    return launch.transfer
 
 
 def _waits_of(launch: fx.Node) -> list[fx.Node]:

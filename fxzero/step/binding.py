@@ -133,7 +133,7 @@ class Binder:
                     self._restore_state()
                     value = state[inputs[index]][name]
                 values[i] = _compat.local_tensor(value) if isinstance(value, DTensor) else value
-        if self.staging:
+        if self.homes or self.staging:
             if not _compat.is_fake(next(v for v in values if isinstance(v, Tensor))):
                 delayed.begin_run(self.optimizer, self._token)
             self._bring_home(values)

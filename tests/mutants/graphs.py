@@ -157,6 +157,13 @@ GRAPHS: dict[str, Callable[[], None]] = {
     "step with state on the host, of one process": functools.partial(
         step_graph, reads_ahead, zero=0, world_size=1, options=ON_HOST
     ),
+    "step whose state streams": functools.partial(
+        step_graph,
+        chain_of(4),
+        zero=0,
+        world_size=1,
+        options={**EAGER, "offload_states": {"share": 1.0, "update": "device"}},
+    ),
     "step whose updates are late": functools.partial(
         step_graph,
         chain_of(3),

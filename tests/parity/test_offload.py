@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,11 @@ def trains_alike(
     base = {name: value for name, value in options.items() if name not in offload}
     plain = Training(example, optimizer, zero, base, **step).run()
     offloaded = Training(example, optimizer, zero, options, **step).run()
-    strays = away(offloaded)
+    on_device = options.get("offload_states", {}).get("update") == "device"
+    stay = {"step"} if on_device else set()
+    if on_device and options["memory"] == "states_host":
+        stay.add("")  # parameters, but for masters
+    strays = away(offloaded, stay) if arena_of(offloaded.optimizer) else []
     if dist.is_initialized():  # gloo's threads let go of what they have sent when they please
         strays = [stray for stray in strays if not stray.endswith(" True")]
     assert not strays, strays
@@ -123,8 +128,12 @@ def is_at_home(training: Training) -> bool:
     return not away(training)
 
 
-def away(training: Training) -> list[str]:
-    """Parameters and state that do not, and whether something else looks at them."""
+def away(training: Training, stay: Collection[str] = ()) -> list[str]:
+    """Parameters and state that do not, and whether something else looks at them.
+
+    Args:
+        stay: names of state, "" for parameters, that need not.
+    """
     memory = training.arena.memory
     places = [(memory.data_ptr(), memory.data_ptr() + memory.nbytes)]
     disk = disk_arena_of(training.optimizer)
@@ -135,14 +144,33 @@ def away(training: Training) -> list[str]:
         state = training.optimizer.state[parameter]
         for what, value in (("", parameter), *state.items()):
             tensor = getattr(value, "_local_tensor", value)
-            if tensor.numel() and not any(a <= tensor.data_ptr() < b for a, b in places):
+            is_home = any(a <= tensor.data_ptr() < b for a, b in places)
+            if tensor.numel() and what not in stay and not is_home:
                 found.append(f"{name} {what} {shares_memory(tensor)}")
     return found
 
 
 def held_by(memory: str) -> dict[str, Any]:
-    """Settings of a preset; pieces on disk are small, so that updates take several."""
-    return {"memory": memory, **({"disk": {"chunk_bytes": 4096}} if memory == "infinity" else {})}
+    """Settings of a preset, updated on the device if that is added; pieces on disk are small, so
+    that updates take several."""
+    preset, _, update = memory.partition(", ")
+    more: dict[str, Any] = {"offload_states": {"update": update}} if update else {}
+    return {
+        "memory": preset,
+        **more,
+        **({"disk": {"chunk_bytes": 4096}} if preset == "infinity" else {}),
+    }
+
+
+PRESETS = [
+    "states_host",
+    "states_host, device",
+    "all_host",
+    "all_host, device",
+    "l2l",
+    "l2l, device",
+    "infinity",
+]
 
 
 CASES = pairwise(
@@ -152,7 +180,7 @@ CASES = pairwise(
     [1, 4, 8],
     [None, 0.1],
     [None, "bf16", "fp16"],
-    ["states_host", "all_host", "l2l", "infinity"],
+    PRESETS,
     [False, True],
 )
 
@@ -173,7 +201,11 @@ def test_one_rank(
     """Whatever updates, in one process."""
     rest = {"micro_batches": micro_batches, "clip_grad_norm": clip, "precision": low}
     options = {**EAGER, **(VALUES if values else {}), **held_by(memory)}
-    assert trains_alike(example, optimizer, zero, options, **rest)
+    if (optimizer, low, memory) == ("plain_sgd", None, "states_host, device"):
+        with pytest.warns(fxzero.FxZeroWarning, match="keeps no state"):
+            assert trains_alike(example, optimizer, zero, options, **rest)
+    else:
+        assert trains_alike(example, optimizer, zero, options, **rest)
 
 
 SEVERAL = pairwise(
@@ -183,7 +215,7 @@ SEVERAL = pairwise(
     [1, 4],
     [None, 0.1],
     [None, "bf16"],
-    ["states_host", "all_host", "l2l", "infinity"],
+    PRESETS,
 )
 
 
@@ -206,10 +238,13 @@ def test_two_ranks(
     assert all(ranks(2).run(trains_alike, example, optimizer, zero, options, **rest))
 
 
-@pytest.mark.parametrize(("zero", "memory"), [(0, "all_host"), (3, "states_host"), (3, "infinity")])
+@pytest.mark.parametrize(
+    ("zero", "memory"),
+    [(0, "all_host"), (3, "states_host"), (3, "states_host, device"), (3, "infinity")],
+)
 def test_default_settings(ranks: Pools, zero: int, memory: str) -> None:
     """With compiled regions."""
-    assert all(ranks(2).run(trains_alike, "gpt", "adamw", zero, {"memory": memory}))
+    assert all(ranks(2).run(trains_alike, "gpt", "adamw", zero, held_by(memory)))
 
 
 def test_training_goes_on_elsewhere_and_comes_back() -> None:
@@ -356,7 +391,7 @@ def simulated_and_measured(zero: int, options: dict[str, Any]) -> tuple[int, int
     return memory.peak_bytes, measured + memory.resident_bytes
 
 
-@pytest.mark.parametrize("memory", ["states_host", "all_host", "l2l", "infinity"])
+@pytest.mark.parametrize("memory", PRESETS)
 def test_the_peak_is_the_simulated_one(ranks: Pools, memory: str) -> None:
     """Within five per cent of what torch allocates outside of the arena."""
     values = {"offload_activations": {"share": 1.0, "min_bytes": 1 << 14}}

@@ -295,6 +295,10 @@ def test_what_cannot_be_late(options: dict[str, Any], message: str) -> None:
         ({"delay": 2}, "offload_states.delay=2: an update can be one step late, or none"),
         ({"delay": -1}, "offload_states.delay=-1 must be 0 or more"),
         ({"delay": 1, "ahead": False}, "offload_states.delay=1 needs copies that stay"),
+        (
+            {"delay": 1, "update": "device"},
+            "offload_states.delay=1 and offload_states.update=device",
+        ),
         ({"delay_after": -3}, "offload_states.delay_after=-3 must be 0 or more"),
     ],
 )

@@ -6,6 +6,37 @@ from tests.mutants.fault import Fault
 
 FAULTS = (
     Fault(
+        "state goes back to the host before its update",
+        "passes/streamed_updates.py",
+        "        update.append(back.launch)",
+        "        update.prepend(back.launch)",
+        "verify: step whose state streams",
+        "before it exists",
+    ),
+    Fault(
+        "second moments come back as first ones",
+        "passes/streamed_updates.py",
+        "(parts, homes, update, back.bytes_per_s)",
+        "(parts, homes[::-1], update, back.bytes_per_s)",
+        "verify: step whose state streams",
+        "does not come back to where it was",
+    ),
+    Fault(
+        "state of all updates is on the device at once",
+        "passes/streamed_updates.py",
+        "stream.up.launch.prepend(before.back.wait)",
+        "graph.output.prepend(before.back.wait)",
+        "tests/passes/test_streamed_updates.py::test_two_updates_have_something_on_the_device",
+    ),
+    Fault(
+        "the next step reads state that is not back",
+        "passes/streamed_updates.py",
+        "graph.output.prepend(stream.back.wait)",
+        "stream.back.launch.append(stream.back.wait), graph.graph.erase_node(stream.back.wait)",
+        "verify: step whose state streams",
+        "is waited for 0 times",
+    ),
+    Fault(
         "gradients arrive while the update of the step before reads those at their place",
         "passes/join_copies.py",
         "downloads[update].launch.update_arg(5, [begin])",
@@ -169,8 +200,8 @@ FAULTS = (
     Fault(
         "parameters are copied while they are updated",
         "fxzero/runtime/residents.py",
-        "            update.result()\n",
-        "            update.done()\n",
+        "            done.result()\n",
+        "            done.done()\n",
         "tests/runtime/test_residents.py::test_it_is_copied_when_the_update_is_over",
     ),
     Fault(
