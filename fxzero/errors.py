@@ -12,6 +12,7 @@
     ├── RanksDisagreeError  (RuntimeError)  ranks whose collectives do not belong together
     ├── RankLostError       (RuntimeError)  a rank that is gone, or stopped
     ├── DiskError           (OSError)       bytes that disk cannot hold, or no longer has
+    ├── HostMemoryError     (MemoryError)   memory of the host that the system does not give
     └── VerificationError   (RuntimeError)  a graph that breaks a rule which must always hold
 
     FxZeroWarning           (UserWarning)   a setting that cannot take effect
@@ -74,6 +75,10 @@ class DiskError(FxZeroError, OSError):
 
     output: object = None
     """What a step returns that is complete, and whose result could not be written."""
+
+
+class HostMemoryError(FxZeroError, MemoryError):
+    """Memory of the host that the system does not give, or not such that a GPU reaches it."""
 
 
 class VerificationError(FxZeroError, RuntimeError):

@@ -18,7 +18,7 @@ from fxzero.graph import Lane, Role, StepGraph
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import TransferNodes
-from fxzero.passes.offload_states import grads_of
+from fxzero.passes.updates_on_host import grads_of
 from fxzero.runtime.arena import aligned
 
 IN_FLIGHT = 3
@@ -73,7 +73,7 @@ def downloads_of(graph: StepGraph) -> dict[fx.Node, TransferNodes]:
     """By update, the copy that brings its gradients."""
     found = {}
     for copy in graph.transfers(name=Lane.D2H.value):
-        for part in copy.parts:
+        for part in copy.parts if copy.of_parameters else ():
             for user in part.users:
                 if stamp_of(user).role is Role.UPDATE:
                     found[user] = copy

@@ -147,11 +147,11 @@ def upload_ahead(graph: StepGraph, copy: TransferNodes) -> None:
     (update,) = updates
     after = max(update, *(end_of_run(reader) for reader in readers(*copy.parts)))
     stamp = copy.stamp.but(phase=Phase.OPTIMIZER, role=Role.AHEAD, made_by="join_copies")
-    params, dtype, bytes_per_s = copy.launch.args
+    params, dtype, device, bytes_per_s = copy.launch.args
     with graph.graph.inserting_after(after), graph.made_for(copy.launch):
         graph.call(
             Launch(copy.launch.target.ahead),
-            (params, update, dtype, bytes_per_s),
+            (params, update, dtype, device, bytes_per_s),
             stamp=stamp,
             name=f"ahead_{copy.launch.name}",
             value=(),
@@ -300,7 +300,7 @@ class JoinCopies(Pass):
             graph.output.prepend(join)
         join_late(graph, uploads)
         late = [copy for copy in uploads if copy.stamp.made_by != "offload_states"]
-        values = [copy for copy in downloads if not copy.of_parameters]
+        values = [copy for copy in downloads if copy.wait.target is copies.join_download]
         streams = streams_of(graph)
         if streams or late:
             timeline = Timeline(graph, ctx.costs, ctx.throttle, fuses=ctx.fuses)

@@ -32,13 +32,14 @@ from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Door, Fact, Notes
 from fxzero.passes.decision import DecidingPass, Decision
-from fxzero.passes.offload_states import staging_area
+from fxzero.passes.updates_on_host import staging_area, value_on_host
 from fxzero.regions.cutout import move_parts_together
 from fxzero.runtime import copies
 from fxzero.runtime.arena import aligned
 from fxzero.schedule.copy_times import Timeline
 from fxzero.schedule.storage import Kind, storages_of
 from fxzero.settings import a_share, at_least
+from fxzero.sharding.host import HOST
 from fxzero.transfer import PCIE_DOWN, PCIE_UP, Pool, Transfer, TransferKind
 
 
@@ -197,14 +198,15 @@ def move(graph: StepGraph, saved: Saved, staging: fx.Node, offset: int, ctx: Con
             record_of(node, Lane.D2H, rate),
             down,
             f"download_{node.name}",
-            [value],
+            [value_on_host(graph, node)],
         )
     up = stamp.but(lane=Lane.H2D, bucket=f"upload.{node.name}", phase=Phase.BACKWARD)
     rate = ctx.throttle.bytes_per_s(Lane.H2D)
+    device = None if value.device.type == HOST.type else value.device
     with graph.graph.inserting_before(saved.first_read), graph.made_for(node):
         (back,) = emit_copy(
             graph,
-            (copies.upload, ([part], None, rate)),
+            (copies.upload, ([part], None, device, rate)),
             copies.join_upload,
             record_of(node, Lane.H2D, rate),
             up,

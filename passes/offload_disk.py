@@ -34,7 +34,7 @@ from fxzero.passes.gradient_places import (
     shared_bytes,
     waits_for_norm,
 )
-from fxzero.passes.offload_states import homes_of, params_of
+from fxzero.passes.updates_on_host import homes_of, params_of
 from fxzero.runtime.arena import aligned
 from fxzero.runtime.copies import HostUpdate
 from fxzero.runtime.disk_arena import Bucket, bucket_of, section_bytes
@@ -122,10 +122,10 @@ def bring_from_disk(
     graph: StepGraph, copy: TransferNodes, bucket: Bucket, buffers: fx.Node, bytes_per_s: float
 ) -> None:
     """Let a copy to the device begin on disk."""
-    params, dtype, _ = copy.launch.args
+    params, dtype, device, _ = copy.launch.args
     record = replace(copy.record, source=Pool.DISK, resource=DISK_READ, bytes_per_s=bytes_per_s)
     copy.launch.target = read_params_of(bucket, copy.stamp.params)
-    copy.launch.args = (params, dtype, buffers, bytes_per_s)
+    copy.launch.args = (params, dtype, device, buffers, bytes_per_s)
     for node in (copy.launch, copy.wait, *copy.parts):
         changes: dict[str, Any] = {"lane": Lane.READ}
         if node is copy.launch:

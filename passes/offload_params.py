@@ -23,7 +23,7 @@ from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.passes.base import Context, Door, Fact, Notes
 from fxzero.passes.decision import DecidingPass, Decision
-from fxzero.passes.offload_states import emit_upload
+from fxzero.passes.parameter_copies import emit_upload
 from fxzero.passes.streamed_updates import of_states
 from fxzero.settings import a_share, at_least
 
@@ -44,6 +44,7 @@ def copy_by_segment(graph: StepGraph, copy: TransferNodes) -> int:
             segment = stamp_of(reader).segment
             by_segment.setdefault(segment, {}).setdefault(param, []).append(reader)
     part_of = dict(zip(copy.tensors, copy.parts, strict=True))
+    device: Any = copy.launch.args[2]
     with graph.graph.inserting_before(copy.launch), graph.made_for(copy.launch):
         for segment, readers in by_segment.items():
             stamp = copy.stamp.but(
@@ -52,7 +53,7 @@ def copy_by_segment(graph: StepGraph, copy: TransferNodes) -> int:
                 bucket=f"{copy.stamp.bucket}.{segment.phase.value}.{segment.micro_step}",
                 made_by="offload_params",
             )
-            made = emit_upload(graph, list(readers), copy.record, stamp, copy.launch.name)
+            made = emit_upload(graph, list(readers), copy.record, stamp, copy.launch.name, device)
             for (param, own), part in zip(readers.items(), made, strict=True):
                 for reader in own:
                     reader.replace_input_with(part_of[param], part)

@@ -12,19 +12,25 @@ The gradients of one reduce go down together. Whole steps have `offload_states` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import fx
 
-from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
+from fxzero.graph import Lane, Phase, Stamp, StepGraph
 from fxzero.graph.launch import emit_copy
-from fxzero.graph.operators import is_cast_or_copy, num_bytes
+from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Door, Fact, Notes, Pass
-from fxzero.passes.offload_states import emit_upload, first_call
+from fxzero.passes.parameter_copies import (
+    computed_on,
+    dtype_on_device,
+    emit_upload,
+    first_call,
+    read_copy,
+)
 from fxzero.runtime import copies
 from fxzero.sharding.host import HOST
 from fxzero.sharding.params import ParamSpec
@@ -71,11 +77,12 @@ def bring_shards(
             use: Together = (gathers.get(reader), stamp_of(reader).segment)
             by_use.setdefault(use if use[0] else (*use, spec.layer), []).append(reader)
         for use, readers in by_use.items():
-            kind = (*use, spec.device, _dtype_on_device(spec, readers, fuses=fuses))
+            where = computed_on(graph, node)
+            kind = (*use, where, dtype_on_device(spec.dtype, readers, where, fuses=fuses))
             found.setdefault(kind, {})[node] = readers
     for number, (together, by_param) in enumerate(found.items()):
         *_, device, dtype = together
-        assert isinstance(device, torch.device)
+        assert device is None or isinstance(device, torch.device)
         assert isinstance(dtype, torch.dtype)
         record = Transfer(
             TransferKind.COPY,
@@ -96,44 +103,11 @@ def bring_shards(
         )
         with graph.graph.inserting_before(first), graph.made_for(first):
             name = f"upload_{number}"
-            parts = emit_upload(graph, list(by_param), record, stamp, name, device=device)
-        for readers, part in zip(by_param.values(), parts, strict=True):
-            spec = graph.specs[stamp_of(part).params[0]]
+            parts = emit_upload(graph, list(by_param), record, stamp, name, device)
+        for (param, readers), part in zip(by_param.items(), parts, strict=True):
             for reader in readers:
-                if _is_brought(spec, reader, fuses=fuses) and reader.meta["val"].dtype is dtype:
-                    reader.replace_all_uses_with(part)
-                    graph.graph.erase_node(reader)
-                else:
-                    reader.replace_input_with(_source(reader, homes, part), part)
+                read_copy(graph, reader, param, part)
     return len(found)
-
-
-def _source(reader: fx.Node, homes: Mapping[fx.Node, ParamSpec], part: fx.Node) -> fx.Node:
-    """The parameter that a reader reads, of which a part is the copy."""
-    keys = stamp_of(part).params
-    return next(n for n in reader.all_input_nodes if n in homes and stamp_of(n).params == keys)
-
-
-def _dtype_on_device(spec: ParamSpec, readers: Iterable[fx.Node], *, fuses: bool) -> torch.dtype:
-    """The dtype in which a parameter is copied: another one where all that is done is to cast it.
-
-    As that it is fewer bytes, and the same numbers: a gather carries what was rounded anyway.
-    """
-    dtypes = {
-        reader.meta["val"].dtype if _is_brought(spec, reader, fuses=fuses) else spec.dtype
-        for reader in readers
-    }
-    return dtypes.pop() if len(dtypes) == 1 else spec.dtype
-
-
-def _is_brought(spec: ParamSpec, node: fx.Node, *, fuses: bool) -> bool:
-    """Whether a copy to the device does what a node does: cast, or move."""
-    if node.op != "call_function" or not is_cast_or_copy(node):
-        return False
-    value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
-    if fuses and stamp_of(node).role is not Role.PREPARE and value.dtype is not spec.dtype:
-        return False  # it becomes part of a compiled region, where Inductor does not round
-    return bool(value.device == spec.device and value.stride() == source.stride())
 
 
 def send_gradients(graph: StepGraph, bytes_per_s: float) -> int:

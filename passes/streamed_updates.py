@@ -25,6 +25,7 @@ from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import TransferNodes, transfer_nodes
 from fxzero.graph.streamed_states import brings_back
+from fxzero.passes.parameter_copies import computed_on
 from fxzero.runtime import copies
 from fxzero.schedule.copy_times import SLACK, Timeline, first_compute
 from fxzero.transfer import PCIE_DOWN, PCIE_UP, Pool, Transfer, TransferKind
@@ -45,7 +46,8 @@ def stream(graph: StepGraph, update: fx.Node, params: list[fx.Node], throttle: T
     homes = [*params, *large_state(update)]
     keys = tuple(key for home in homes for key in _keys_of(home))
     place = update.name.removeprefix("update_")
-    values = [graph.value_of(torch.empty_like, (home,), {}) for home in homes]
+    device = computed_on(graph, update.args[0][0])  # type: ignore[index,arg-type]
+    values = [graph.value_of(torch.empty_like, (home,), {"device": device}) for home in homes]
     moved = Transfer(
         TransferKind.COPY,
         full_bytes=sum(map(num_bytes, homes)),
@@ -60,7 +62,7 @@ def stream(graph: StepGraph, update: fx.Node, params: list[fx.Node], throttle: T
     with graph.graph.inserting_before(update), graph.made_for(update):
         parts = emit_copy(
             graph,
-            (copies.upload, (homes, None, moved.bytes_per_s)),
+            (copies.upload, (homes, None, device, moved.bytes_per_s)),
             copies.join_upload,
             moved,
             stamp.but(lane=Lane.H2D, bucket=f"states.{place}"),
@@ -86,7 +88,7 @@ def stream(graph: StepGraph, update: fx.Node, params: list[fx.Node], throttle: T
             (parts, homes, update, back.bytes_per_s),
             stamp=stamp.but(role=Role.LAUNCH, transfer=back),
             name=f"bring_back_{place}",
-            value=values,
+            value=[home.meta["val"] for home in homes],
         )
     with graph.graph.inserting_after(launch), graph.made_for(update):
         stamp = stamp.but(role=Role.WAIT)

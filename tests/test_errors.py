@@ -19,6 +19,7 @@ _TREE = {
     "RanksDisagreeError": ("FxZeroError", "RuntimeError"),
     "RankLostError": ("FxZeroError", "RuntimeError"),
     "DiskError": ("FxZeroError", "OSError"),
+    "HostMemoryError": ("FxZeroError", "MemoryError"),
     "PassError": ("FxZeroError", "RuntimeError"),
     "ContractError": ("PassError",),
     "VerificationError": ("FxZeroError", "RuntimeError"),
@@ -46,6 +47,7 @@ def test_the_drawing_is_the_tree() -> None:
             "ValueError",
             "RuntimeError",
             "ArithmeticError",
+            "MemoryError",
             "UserWarning",
         }:
             assert re.search(rf"{name} +\({builtin}\)", doc), name

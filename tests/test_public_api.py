@@ -19,6 +19,7 @@ _PUBLIC = [
     "DiskError",
     "FxZeroError",
     "FxZeroWarning",
+    "HostMemoryError",
     "NonFiniteGradientError",
     "PassError",
     "Precision",

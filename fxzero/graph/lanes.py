@@ -7,12 +7,20 @@
 
 A read in one lane of what another one writes is ordered by a wait, or it is a race, which may show
 on one machine and not on another. None of it needs a run to be found.
+
+The order of nodes is enough, as the runtime keeps one promise: **work that a lane is given at some
+point of the step sees all that compute has waited for up to that point**. Where the device is a CPU
+that goes without saying. Of a GPU compute waits by events, on which it is as far behind as it likes
+to be; there lanes begin behind an event that is recorded when they are given their work
+(`fxzero.runtime.lanes`). The host's own part of a copy, a cast, may come before: it is of what
+lives on the host, which its update alone changes, behind its last reader.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import fx
 
 from fxzero.graph.aliases import readers, root
@@ -34,10 +42,12 @@ def wrong_lanes(graph: StepGraph) -> Iterator[Finding]:
     found = [transfer for transfer in graph.transfers() if transfer.is_copy]
     down = [copy for copy in found if copy.stamp.lane is Lane.D2H]
     yield from _read_by_compute(graph)
+    yield from _elsewhere(graph)
     for copy in found:
         if is_stream(copy):
             continue
         yield from _wrong_record(copy)
+        yield from _cast_too_soon(copy)
         yield from _changed_meanwhile(copy)
         yield from _returned(graph, copy)
     yield from _copied_over(found, list(graph.nodes(role=Role.AHEAD)))
@@ -69,6 +79,30 @@ def _read_by_compute(graph: StepGraph) -> Iterator[Finding]:
                     "wait for",
                     "Read a copy of it, behind its wait: fxzero.passes.offload_states.",
                 )
+
+
+def _elsewhere(graph: StepGraph) -> Iterator[Finding]:
+    """What is in the host's memory, or on disk, is a tensor of the CPU, wherever compute is; what
+    is copied to the device is a tensor of the device that it is copied to."""
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            continue
+        stamp = stamp_of(node)
+        device = node.args[2] if stamp.role is Role.LAUNCH and stamp.lane in _UP else None
+        value = node.meta.get("val")
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            on_host = stamp.pool is not Pool.DEVICE
+            if (on_host and tensor.device.type != "cpu") or (device and tensor.device != device):
+                yield Finding(
+                    node,
+                    f"{node.name} is in pool {stamp.pool} and a tensor of {tensor.device}",
+                    "Say where a copy goes: fxzero.passes.parameter_copies.computed_on.",
+                )
+
+
+_UP = frozenset({Lane.H2D, Lane.READ})
 
 
 def _is_there(node: fx.Node) -> bool:
@@ -111,6 +145,19 @@ def _wrong_record(copy: TransferNodes) -> Iterator[Finding]:
             f"{pools[1]}, by {does[4:]}, and its record says {said}",
             "Write the record when the tensors are known.",
         )
+
+
+def _cast_too_soon(copy: TransferNodes) -> Iterator[Finding]:
+    """The host casts before compute is where it launches the copy: what no node has made."""
+    dtype = copy.launch.args[1] if copy.stamp.lane in _UP else None
+    for source in copy.tensors:
+        if dtype not in (None, source.meta["val"].dtype) and source.op != "placeholder":
+            yield Finding(
+                copy.launch,
+                f"{copy.launch.name} casts {source.name} on the host, which may come before it is "
+                "there",
+                "Cast what lives on the host, or on the device.",
+            )
 
 
 def _changed_meanwhile(copy: TransferNodes) -> Iterator[Finding]:

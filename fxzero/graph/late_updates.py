@@ -28,7 +28,8 @@ def wrong_starts(graph: StepGraph, down: list[TransferNodes]) -> Iterator[Findin
     for node in graph.nodes(role=Role.START):
         starts.setdefault(_pending(node), []).append(node)
     late = [node for node in graph.nodes(role=Role.UPDATE) if _pending(node) is not None]
-    downloads = {user: copy for copy in down for part in copy.parts for user in part.users}
+    grads = [copy for copy in down if copy.of_parameters]
+    downloads = {user: copy for copy in grads for part in copy.parts for user in part.users}
     for update in late if starts else ():
         found = starts.pop(_pending(update), [])
         if len(found) != 1 or list(found[0].args) != [update.args[0], update.args[2]]:

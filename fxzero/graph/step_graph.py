@@ -171,6 +171,16 @@ class StepGraph:
         return any(self.owner_of(key) != key for key in transfer.stamp.params)
 
     @property
+    def device(self) -> torch.device:
+        """Where it computes: what is not on the CPU, if something is."""
+        for node in self.graph.nodes:
+            value = node.meta.get("val")
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
+                    return tensor.device
+        return torch.device("cpu")
+
+    @property
     def identity(self) -> str:
         """What ranks call the model that it belongs to: models are sharded in one order."""
         numbers = sorted({spec.state.number for spec in self.specs.values()})

@@ -4,7 +4,8 @@
                whose memory is here; whoever reads, saves or loads them sees nothing of that
     staging    where gradients arrive
 
-On CPU a tensor that does not come home costs nothing but a figure: it is the host's all the same.
+Where copies go to a GPU the block is pinned. A tensor that does not come home costs little: it is
+the host's all the same, and its copies are slower, or, where the device is a CPU, not even that.
 ZeRO-Offload's parameters are its masters: there is no second copy of them on the host, so that
 whatever somebody writes to a parameter between two steps is what the next one begins with.
 """
@@ -22,6 +23,8 @@ from torch.optim import Optimizer
 
 from fxzero._compat import shares_memory
 from fxzero.graph.lanes import ALIGNMENT
+from fxzero.runtime.pinned import pin
+from fxzero.sharding.host import HOST
 
 Home = tuple[str, str]
 """A parameter's key, and the name of one of its optimizer state's tensors; "" for itself."""
@@ -63,9 +66,15 @@ class HostArena:
     Args:
         homes: what lives in it.
         staging_bytes: what gradients need on their way.
+        device: where they come from.
+
+    Raises:
+        HostMemoryError: a GPU has to reach it, and the system does not let it.
     """
 
-    def __init__(self, homes: Mapping[Home, Layout], staging_bytes: int) -> None:
+    def __init__(
+        self, homes: Mapping[Home, Layout], staging_bytes: int, device: torch.device = HOST
+    ) -> None:
         self.homes = dict(homes)
         offsets, total = {}, 0
         for home, layout in self.homes.items():
@@ -74,6 +83,7 @@ class HostArena:
         self.num_bytes = total + staging_bytes
         """All of it."""
         self.memory = torch.empty(self.num_bytes, dtype=torch.uint8)
+        pin(self, self.memory, device, "what the step holds on the host", _HOLD_LESS)
         self.staging = self.memory[total:]
         buffer = memoryview(self.memory.numpy())  # type: ignore[arg-type]
         self._tensors = {}
@@ -112,6 +122,12 @@ class HostArena:
         return True
 
 
+_HOLD_LESS = (
+    "hold less there: a smaller offload_states.share or offload_activations.share, or a "
+    "host_budget, beyond which is the disk"
+)
+
+
 def whole(buffer: memoryview) -> Tensor:
     """Some bytes as a tensor that knows of no others: ``torch.save`` writes all that a tensor's
     storage has, and would write the arena for each of its tensors."""
@@ -130,17 +146,25 @@ def arena_of(optimizer: Optimizer) -> HostArena | None:
     return _arenas.get(optimizer)
 
 
-def arena_for(optimizer: Optimizer, homes: Mapping[Home, Layout], staging_bytes: int) -> HostArena:
+def arena_for(
+    optimizer: Optimizer,
+    homes: Mapping[Home, Layout],
+    staging_bytes: int,
+    device: torch.device = HOST,
+) -> HostArena:
     """An arena with room for what a graph wants, and for what other graphs wanted before.
 
     A new one takes the place of one that has no room: what lives there moves with the next step.
+
+    Raises:
+        HostMemoryError: a GPU has to reach it, and the system does not let it.
     """
     arena = arena_of(optimizer)
     if arena is not None and arena.fits(homes, staging_bytes):
         return arena
     known = {} if arena is None else arena.homes
     most = max(staging_bytes, 0 if arena is None else arena.staging.nbytes)
-    made = _arenas[optimizer] = HostArena({**known, **homes}, most)
+    made = _arenas[optimizer] = HostArena({**known, **homes}, most, device)
     if arena is not None:
         arena.leave()
     return made

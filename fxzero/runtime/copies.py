@@ -8,12 +8,12 @@ u = HostUpdate(adamw)(…); join_updates([u])         host
 up = upload([m, v], …); join_upload(up)             h2d    state that an update on the device reads
 back = bring_back([m, v], …); landed(back)          d2h    and what it has made of it
 
-up = bring([w, b], …); join_upload(up)              h2d    shards of the ordinary loop, and
+up = upload([w, b], …); join_upload(up)             h2d    shards of the ordinary loop, and
 down = send_home([dw, db], …); join_download(down)  d2h    gradients for its optimizer
 
-Those of the loop go to and from a GPU too: on the current stream, which orders them before what
-reads them there, from and to pinned memory. What the host may write to, or read, behind a graph is
-waited for: gradients where they are joined, shards where the graph ends (`wait_for_copies`).
+To and from a GPU they go on the streams of their lanes, from and to pinned memory, and those who
+join them wait by events (`fxzero.runtime.lanes`). A `Copy` holds both sides until it was waited
+for. What others may write to or read behind a graph, the host waits for as the graph ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ from fxzero._compat import is_fake
 from fxzero.graph.stamps import Lane
 from fxzero.runtime.arena import Layout
 from fxzero.runtime.lanes import worker
-from fxzero.sharding.host import HOST, pinned
+from fxzero.runtime.streams import (
+    here,
+    host_catches_up,
+    leaves_open,
+    pinned_like,
+    wait_for,
+)
 
 
 class Copy:
@@ -46,13 +52,23 @@ class Copy:
 
     def wait(self) -> None:
         """Wait until all is there, and let go of what it was copied from."""
-        self.done.result()
+        wait_for(self.done)
         self.sources.clear()
 
 
-def upload(tensors: list[Tensor], dtype: torch.dtype | None, bytes_per_s: float) -> Copy:
-    """Start copying tensors of the host to the device, as another dtype if one is given."""
-    made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+def upload(
+    tensors: list[Tensor],
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    bytes_per_s: float,
+) -> Copy:
+    """Start copying tensors of the host to the device.
+
+    Args:
+        dtype: what they become there, if another one: cast before, for fewer bytes.
+        device: where; None where the device is a CPU by the books alone.
+    """
+    made = [torch.empty_like(tensor, dtype=dtype, device=device) for tensor in tensors]
     return _started(Lane.H2D, made, tensors, bytes_per_s)
 
 
@@ -62,70 +78,9 @@ def join_upload(copy: Copy) -> list[Tensor]:
     return copy.tensors
 
 
-def bring(
-    tensors: list[Tensor], dtype: torch.dtype, device: torch.device, bytes_per_s: float
-) -> Copy:
-    """Start copying shards of the host to a device, as a dtype: cast before, for fewer bytes."""
-    made = [torch.empty_like(tensor, dtype=dtype, device=device) for tensor in tensors]
-    if device.type == "cpu" or any(map(is_fake, tensors)):
-        return _started(Lane.H2D, made, tensors, bytes_per_s)
-    staged = [tensor if tensor.dtype is dtype else _cast(tensor, dtype) for tensor in tensors]
-    event = _on_stream(made, staged)
-    _unsettled.append(event)
-    # Compute follows on the same stream: it need not wait.
-    return Copy(made, staged, _done(None))
-
-
 def send_home(tensors: list[Tensor], bytes_per_s: float) -> Copy:
-    """Start copying gradients of a device to the host, into memory of their own."""
-    made = [torch.empty_like(tensor, device=HOST) for tensor in tensors]
-    if any(map(is_fake, tensors)) or all(tensor.device.type == "cpu" for tensor in tensors):
-        return _started(Lane.D2H, made, tensors, bytes_per_s)
-    made = [pinned(tensor) for tensor in made]
-    event = _on_stream(made, tensors)
-    return Copy(made, tensors, _Landing(event))
-
-
-def wait_for_copies() -> None:
-    """Wait until no copy to a GPU reads the host's memory: an optimizer may write to it now."""
-    while _unsettled:
-        _unsettled.pop().synchronize()
-
-
-_unsettled: list[torch.cuda.Event] = []
-"""What is recorded behind copies that may still be running."""
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of the host as another dtype, in memory that a GPU reads by itself."""
-    made = pinned(torch.empty_like(tensor, dtype=dtype))
-    return made.copy_(tensor)
-
-
-def _on_stream(targets: list[Tensor], sources: list[Tensor]) -> torch.cuda.Event:
-    """Copy between a GPU and the host on the current stream; what is recorded behind it."""
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return event
-
-
-class _Landing(Future[Any]):
-    """What waits for an event of a GPU."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        super().__init__()
-        self.event = event
-
-    def result(self, timeout: float | None = None) -> Any:
-        self.event.synchronize()
-
-
-def _done(result: Any) -> Future[Any]:
-    done: Future[Any] = Future()
-    done.set_result(result)
-    return done
+    """Start copying tensors of a device to the host, into memory of their own."""
+    return _started(Lane.D2H, list(map(pinned_like, tensors)), tensors, bytes_per_s)
 
 
 def download(
@@ -150,7 +105,7 @@ def download(
     places = [
         replace(Layout.of(other), dtype=tensor.dtype).at(staging, offset)
         if tensor.dtype is dtype
-        else torch.empty_like(other, dtype=tensor.dtype)
+        else pinned_like(other, tensor.dtype)
         for tensor, other, offset, dtype in zip(tensors, like, offsets, dtypes, strict=True)
     ]
     return _started(Lane.D2H, places, tensors, bytes_per_s, behind)
@@ -177,14 +132,47 @@ def join_download(copy: Copy) -> list[Tensor]:
 
 
 def arrived(copy: Copy) -> list[Tensor]:
-    """Let the host's lane wait for what was copied to it: only that lane may read it."""
-    _submitted(Lane.HOST, copy.done.result, copy.tensors)
+    """Let the host's lane wait for what was copied to it: only that lane may read it.
+
+    It holds the copy until then: where compute does not wait for it, nobody else does.
+    """
+    _submitted(Lane.HOST, lambda: wait_for(copy.done), copy.tensors)
     return copy.tensors
 
 
 def landed(copy: Copy) -> None:
     """Wait until the device need no longer hold what was copied from it."""
     copy.wait()
+
+
+def move_up(target: Tensor, source: Tensor) -> None:
+    """Copy to the device, in a lane; on a stream nobody waits for it.
+
+    What is to become another dtype, or to lie otherwise, is changed on the host before: torch would
+    go through memory of its own, for which it waits. The host may cast before the device is there:
+    it does so with what lives on the host, which nothing changes before its update (`verify`).
+    """
+    if here() is not None and not _alike(target, source):
+        if target.dtype is source.dtype:
+            host_catches_up()
+        source = pinned_like(target).copy_(source)
+    target.copy_(source, non_blocking=here() is not None)
+
+
+def move_down(target: Tensor, source: Tensor) -> None:
+    """Copy from the device, in a lane; on a stream nobody waits for it.
+
+    What is to lie otherwise is changed on the device before: torch would read memory of the host
+    that is still being written.
+    """
+    if here() is not None and not _alike(target, source):
+        source = torch.empty_like(target, device=source.device).copy_(source)
+    target.copy_(source, non_blocking=here() is not None)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same bytes."""
+    return (one.dtype, one.stride()) == (other.dtype, other.stride())
 
 
 def _started(
@@ -194,14 +182,18 @@ def _started(
     bytes_per_s: float,
     behind: Sequence[Future[Any]] = (),
 ) -> Copy:
+    move = move_up if lane is Lane.H2D else move_down
+
     def run() -> None:
         for update in behind:
-            update.result()
+            wait_for(update)
         for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
+            move(target, source)
 
     num_bytes = sum(target.nbytes for target in targets)
-    return Copy(targets, sources, _submitted(lane, run, targets, num_bytes, bytes_per_s))
+    done = _submitted(lane, run, targets, num_bytes, bytes_per_s)
+    leaves_open(lane, done)
+    return Copy(targets, sources, done)
 
 
 def _submitted(
@@ -214,7 +206,9 @@ def _submitted(
     """Give work to a lane; with fake tensors, of which a thread has its own mode, do it at once."""
     if not any(map(is_fake, tensors)):
         return worker(lane).submit(work, num_bytes, bytes_per_s)
-    return _done(work())
+    done: Future[Any] = Future()
+    done.set_result(work())
+    return done
 
 
 class HostUpdate:

@@ -27,6 +27,7 @@ from fxzero.disk.scratch import BLOCK, DiskSettings
 from fxzero.disk.store import DiskStore, Section, in_blocks
 from fxzero.runtime.arena import Home, Layout, aligned, whole
 from fxzero.runtime.disk_buffers import Buffers
+from fxzero.sharding.host import HOST
 
 log = logging.getLogger("fxzero")
 
@@ -124,13 +125,18 @@ class DiskArena:
 
     Args:
         buckets: with the layout of each of their parameters.
+        device: where parameters are copied to.
 
     Raises:
         DiskError: there is no room, or no right to write.
+        HostMemoryError: a GPU has to reach the buffers, and the system does not let it.
     """
 
     def __init__(
-        self, buckets: Mapping[Bucket, tuple[Layout, ...]], settings: DiskSettings
+        self,
+        buckets: Mapping[Bucket, tuple[Layout, ...]],
+        settings: DiskSettings,
+        device: torch.device = HOST,
     ) -> None:
         self.buckets = dict(buckets)
         self.settings = settings
@@ -144,6 +150,7 @@ class DiskArena:
             settings.depth,
             max((len(bucket.kinds) for bucket in self.buckets), default=1),
             max((piece.num_bytes for piece in self.store.pieces), default=BLOCK),
+            device,
         )
         """What is between the disk and whoever reads it."""
         self._moved_bytes = 0
@@ -263,7 +270,10 @@ def disk_arena_of(optimizer: Optimizer) -> DiskArena | None:
 
 
 def disk_arena_for(
-    optimizer: Optimizer, buckets: Mapping[Bucket, tuple[Layout, ...]], settings: DiskSettings
+    optimizer: Optimizer,
+    buckets: Mapping[Bucket, tuple[Layout, ...]],
+    settings: DiskSettings,
+    device: torch.device = HOST,
 ) -> DiskArena:
     """An arena with a place for what a graph wants, and for what other graphs wanted before.
 
@@ -272,6 +282,7 @@ def disk_arena_for(
 
     Raises:
         DiskError: there is no room, or no right to write.
+        HostMemoryError: a GPU has to reach its buffers, and the system does not let it.
     """
     arena = disk_arena_of(optimizer)
     if arena is not None:
@@ -285,7 +296,7 @@ def disk_arena_for(
     wanted = {key for bucket in buckets for key in bucket.keys}
     known = {} if arena is None else arena.buckets
     others = {b: layouts for b, layouts in known.items() if wanted.isdisjoint(b.keys)}
-    made = DiskArena({**others, **buckets}, settings)
+    made = DiskArena({**others, **buckets}, settings, device)
     _arenas[optimizer] = made
     if arena is not None:
         arena.leave()

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 
 from fxzero.disk.scratch import pages
+from fxzero.runtime.pinned import pin
+from fxzero.sharding.host import HOST
 
 SETS = 4
 """Pieces of an update, with its state, that are on their way at a time: two are read while one is
@@ -30,10 +32,19 @@ class Buffer:
 
 
 class Ring:
-    """Some buffers, which one lane takes and others give back."""
+    """Some buffers, which one lane takes and others give back.
 
-    def __init__(self, count: int, num_bytes: int) -> None:
+    Args:
+        device: what reads them beside the host.
+
+    Raises:
+        HostMemoryError: a GPU has to, and the system does not let it.
+    """
+
+    def __init__(self, count: int, num_bytes: int, device: torch.device = HOST) -> None:
         memory = pages(count * num_bytes)
+        every = torch.frombuffer(memory, dtype=torch.uint8)
+        pin(self, every, device, "what is on its way from the disk to the device", _HOLD_LESS)
         self._free = [Buffer(memory[i * num_bytes :][:num_bytes]) for i in range(count)]
         self._changed = threading.Condition()
 
@@ -60,6 +71,9 @@ class Ring:
         return len(self._free)
 
 
+_HOLD_LESS = "make disk.chunk_bytes or disk.depth smaller"
+
+
 class Buffers:
     """All of a process's: for what is updated, and for parameters on their way to the device.
 
@@ -67,11 +81,14 @@ class Buffers:
         depth: reads that are on their way at a time.
         most_kinds: sections of a bucket: the parameters' and those of their state.
         piece_bytes: what a buffer has to hold.
+        device: where parameters go.
     """
 
-    def __init__(self, depth: int, most_kinds: int, piece_bytes: int) -> None:
+    def __init__(
+        self, depth: int, most_kinds: int, piece_bytes: int, device: torch.device = HOST
+    ) -> None:
         self.states = Ring(SETS * most_kinds, piece_bytes)
-        self.params = Ring(depth, piece_bytes)
+        self.params = Ring(depth, piece_bytes, device)
 
 
 def buffers_bytes(depth: int, most_kinds: int, piece_bytes: int) -> int:

@@ -1,6 +1,6 @@
 """What moves between disk, host and device, piece by piece: started by one node, joined by another.
 
-    up = ReadParams(bucket)([w], …); join_upload(up)          read          w to the device
+    up = ReadParams(bucket)([w], …); join_upload(up)          read, h2d     w to the device
     s = ReadStates(bucket)([w], [[m], [v]], …)                read   r0 r1 r2 …
     u = StoredUpdate(adamw)([w], [h], [[m], [v]], …, s)       host      u0 u1 u2 …
     d = write_states(s, u, …); join_write(d)                  write        w0 w1 w2 …
@@ -32,10 +32,11 @@ from fxzero._compat import is_fake
 from fxzero.errors import DiskError
 from fxzero.graph.stamps import Lane
 from fxzero.runtime import updates
-from fxzero.runtime.copies import Copy
+from fxzero.runtime.copies import Copy, move_up
 from fxzero.runtime.disk_arena import Bucket, Place
 from fxzero.runtime.disk_buffers import Buffer, Buffers, Ring
 from fxzero.runtime.lanes import before_drain, worker
+from fxzero.runtime.streams import Event, launching, leaves_open
 
 
 class Pace:
@@ -340,11 +341,12 @@ class ReadParams:
         self,
         params: list[Tensor],
         dtype: torch.dtype | None,
+        device: torch.device | None,
         buffers: Buffers,
         bytes_per_s: float,
     ) -> Copy:
-        """Start; as another dtype if one is given."""
-        made = [torch.empty_like(param, dtype=dtype) for param in params]
+        """Start; as another dtype if one is given, and on a device as `copies.upload` says."""
+        made = [torch.empty_like(param, dtype=dtype, device=device) for param in params]
         if any(map(is_fake, params)):
             done: Future[Any] = Future()
             done.set_result(None)
@@ -355,16 +357,16 @@ class ReadParams:
             param.data_ptr() == addresses[i] for param, i in zip(params, self.wanted, strict=True)
         )
 
-        def run() -> None:
+        def run() -> Event | None:
             if at_home:
                 assert place is not None
                 targets = dict(zip(self.wanted, map(flat, made), strict=True))
-                _read_params(place, targets, buffers.params, bytes_per_s)
-                return
-            for target, param in zip(made, params, strict=True):
-                target.copy_(param)
+                return _read_params(place, targets, buffers.params, bytes_per_s)
+            return _copied(list(zip(made, params, strict=True)))
 
-        return Copy(made, params, worker(Lane.READ).submit(run))
+        done = worker(Lane.READ).submit(run)
+        leaves_open(Lane.READ, done)
+        return Copy(made, params, done)
 
 
 def read_params_of(bucket: Bucket, keys: tuple[str, ...]) -> ReadParams:
@@ -376,37 +378,67 @@ def read_params_of(bucket: Bucket, keys: tuple[str, ...]) -> ReadParams:
     return found
 
 
-def _read_params(place: Place, targets: dict[int, Tensor], ring: Ring, bytes_per_s: float) -> None:
-    """Copy some of a place's parameters, as far as there are buffers read ahead of the copies."""
-    pace = Pace(bytes_per_s)
-    going: deque[tuple[int, Buffer, Future[None]]] = deque()
+def _copied(copies: list[tuple[Tensor, Tensor]]) -> Event | None:
+    """Copy to the device what a thread of the host has read, on the stream that copies have there,
+    if it has streams; then what is returned is reached when all is there."""
+    with launching(Lane.H2D) as launched:
+        for target, source in copies:
+            move_up(target, source)
+    return launched.event
 
-    def end_one() -> None:
-        number, buffer, read = going.popleft()
-        try:
-            read.result()
-            for s in place.slices[number]:
-                if s.tensor in targets:
-                    dtype = place.layouts[s.tensor].dtype
-                    source = buffer.tensor[s.offset : s.offset + s.end - s.begin].view(dtype)
-                    size = dtype.itemsize
-                    targets[s.tensor][s.begin // size : s.end // size].copy_(source)
-        finally:
-            ring.give(buffer)
+
+def _read_params(
+    place: Place, targets: dict[int, Tensor], ring: Ring, bytes_per_s: float
+) -> Event | None:
+    """Copy some of a place's parameters, as far as there are buffers: they are read ahead of the
+    copies, and go back once what was read has been copied.
+
+    Returns:
+        Where the last copy is over, if a stream makes them.
+    """
+    pace = Pace(bytes_per_s)
+    read: deque[tuple[int, Buffer, Future[None]]] = deque()
+    leaving: deque[tuple[Buffer, Event | None]] = deque()
+    last: Event | None = None
+
+    def copy_one() -> None:
+        nonlocal last
+        number, buffer, done = read[0]
+        done.result()
+        copies = []
+        for s in place.slices[number]:
+            if s.tensor in targets:
+                dtype = place.layouts[s.tensor].dtype
+                source = buffer.tensor[s.offset : s.offset + s.end - s.begin].view(dtype)
+                size = dtype.itemsize
+                copies.append((targets[s.tensor][s.begin // size : s.end // size], source))
+        last = _copied(copies)
+        read.popleft()
+        leaving.append((buffer, last))
+
+    def give_one() -> None:
+        buffer, copied = leaving.popleft()
+        if copied is not None:
+            copied.synchronize()
+        ring.give(buffer)
 
     try:
         for number, piece in enumerate(place.sections[0].pieces):
             if not any(s.tensor in targets for s in place.slices[number]):
                 continue
             if not ring.num_free:
-                end_one()
+                copy_one()
+                give_one()
             buffer = ring.take()
             assert buffer is not None
-            going.append((number, buffer, place.store.start_reading(piece, buffer.memory)))
+            read.append((number, buffer, place.store.start_reading(piece, buffer.memory)))
             pace.moved(piece.num_bytes)
-        while going:
-            end_one()
+        while read:
+            copy_one()
     finally:
-        for _, buffer, read in going:
-            concurrent.futures.wait([read])
+        while leaving:
+            give_one()
+        for _, buffer, done in read:
+            concurrent.futures.wait([done])
             ring.give(buffer)
+    return last

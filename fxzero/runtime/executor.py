@@ -6,21 +6,22 @@ schedule says.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, fx
 
-from fxzero._compat import below_autograd
+from fxzero._compat import below_autograd, is_fake
 from fxzero.graph import Lane, StepGraph
 from fxzero.graph.steady import find_loop, runs_of
 from fxzero.graph.verify import check_constants
 from fxzero.ranks import agree, lost
 from fxzero.runtime.account import account_of
-from fxzero.runtime.copies import wait_for_copies
 from fxzero.runtime.lanes import drain
 from fxzero.runtime.looped import looped
+from fxzero.runtime.streams import computing_on
 from fxzero.sharding.full_parameter import check_returned_copies
 from fxzero.sharding.gradients import note_reduced
 from fxzero.sharding.params import ModelState, Traffic
@@ -78,6 +79,7 @@ def executable(
     returned = dict(gradients or {})
     account = account_of(graph)
     has_lanes = any(transfer.is_copy for transfer in graph.transfers())
+    device = graph.device
 
     def call(inputs: list[Any]) -> Any:
         check_returned_copies()
@@ -85,8 +87,9 @@ def executable(
         inputs.clear()
         for state in states:
             state.traffic.add(traffic)
+        in_streams = has_lanes and not any(map(is_fake, arguments))
         try:
-            with below_autograd():
+            with below_autograd(), computing_on(device) if in_streams else _NOWHERE:
                 if account is None:
                     results = forward(attributes, *arguments)
                 else:
@@ -95,8 +98,6 @@ def executable(
             if has_lanes:
                 drain()
             raise
-        if has_lanes:
-            wait_for_copies()
         for position, key in returned.items():
             if isinstance(results[position], Tensor):
                 note_reduced(key, results[position])
@@ -117,6 +118,9 @@ def executable(
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+_NOWHERE = contextlib.nullcontext()
 
 
 def generated(graph: StepGraph, part: fx.Graph) -> Callable[..., Any]:

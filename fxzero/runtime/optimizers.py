@@ -22,6 +22,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from fxzero import _compat
 from fxzero.disk.scratch import BLOCK, pages
 from fxzero.errors import CaptureError, FxZeroWarning
+from fxzero.runtime.held_states import hold_all
 from fxzero.runtime.proven_kernels import is_proven
 from fxzero.sharding.ops import local_of
 from fxzero.sharding.sharded_value import read_of_all_ranks
@@ -171,7 +172,11 @@ def is_patched(optimizer: Optimizer) -> bool:
 
 
 def create_state(
-    layout: OptimizerLayout, keys: Collection[str], *, will_move: bool = False
+    layout: OptimizerLayout,
+    keys: Collection[str],
+    *,
+    will_move: bool = False,
+    home: torch.device | None = None,
 ) -> None:
     """Let the optimizer make its state now, where a first step would make it lazily.
 
@@ -182,6 +187,7 @@ def create_state(
         keys: the parameters that have gradients; the others get no state, as in a loop.
         will_move: whether there may be no room for all of it where it is made: what is zero takes
             no memory then until somebody writes to it.
+        home: where it is held, if not with its parameters: a GPU has no room for all of it.
     """
     optimizer = layout.optimizer
     freed_bytes = 0
@@ -196,6 +202,8 @@ def create_state(
                 with _compat.mode_of(parameter):
                     state["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
                 read_of_all_ranks(state)
+                if home is not None:
+                    hold_all(state, home)
                 if will_move:
                     freed_bytes = _take_no_memory(state, freed_bytes)
                 continue
@@ -207,6 +215,8 @@ def create_state(
             finally:
                 parameter.grad = before
             read_of_all_ranks(state)
+            if home is not None:
+                hold_all(state, home)
             if will_move:
                 freed_bytes = _take_no_memory(state, freed_bytes)
 

@@ -40,6 +40,16 @@ def pinned(tensor: Tensor) -> Tensor:
         return tensor
 
 
+def pinned_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory of the host for a tensor, or for one of another dtype: such that a GPU reads and
+    writes by itself, where the system gives some."""
+    try:
+        return torch.empty_like(tensor, dtype=dtype, device=HOST, pin_memory=True)
+    except RuntimeError as error:
+        _warn_of_pages(str(error).partition("\n")[0])
+        return torch.empty_like(tensor, dtype=dtype, device=HOST)
+
+
 @functools.cache
 def _warn_of_pages(error: str) -> None:
     warnings.warn(
@@ -58,10 +68,22 @@ def refuse_without_host_group(mesh: DeviceMesh) -> None:
     """
     for axis in range(mesh.ndim):
         name = mesh.get_group(axis).group_name
-        if mesh.device_type != "cpu" and backend_of(name, "cpu") == "nccl":
-            raise ShardingError(
-                f"offload=True keeps shards and gradients in the host's memory, where "
-                "clip_grad_norm_, full_tensor() and checkpoints communicate, and the process group "
-                f"{name} carries tensors of {mesh.device_type} alone (nccl). Initialise it with "
-                'init_process_group("cpu:gloo,cuda:nccl").'
-            )
+        what = "offload=True keeps shards and gradients"
+        refuse_group_of_device(name, mesh.device_type, what)
+
+
+def refuse_group_of_device(name: str, device_type: str, what: str) -> None:
+    """See that a process group carries the host's tensors too.
+
+    Args:
+        what: is kept in the host's memory, and by which setting.
+
+    Raises:
+        ShardingError: it carries those of a GPU alone.
+    """
+    if device_type != "cpu" and backend_of(name, "cpu") == "nccl":
+        raise ShardingError(
+            f"{what} in the host's memory, where clip_grad_norm_, full_tensor() and checkpoints "
+            f"communicate, and the process group {name} carries tensors of {device_type} alone "
+            '(nccl). Initialise it with init_process_group("cpu:gloo,cuda:nccl").'
+        )

@@ -27,7 +27,9 @@ from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
 from fxzero.runtime import delayed
 from fxzero.runtime.arena import Home, HostArena, Layout, arena_for, arena_of
+from fxzero.runtime.held_states import give_back_before_steps, hold
 from fxzero.runtime.optimizers import OptimizerLayout, create_state
+from fxzero.sharding.host import HOST
 from fxzero.step.disk_binding import DiskBinder
 from fxzero.transfer import Pool
 
@@ -38,6 +40,7 @@ class Binder:
     def __init__(self, graph: StepGraph, layout: OptimizerLayout, micro_batches: int) -> None:
         self.layout = layout
         self.optimizer = layout.optimizer
+        self.device = graph.device
         self.placeholders: list[fx.Node] = list(graph.graph.find_nodes(op="placeholder"))
         position = {
             key: _compat.input_index(node) for node, key in graph.inputs.items() if not node._erased
@@ -47,6 +50,8 @@ class Binder:
         """Positions: in the graph, in Dynamo's inputs."""
         self.state: dict[int, list[tuple[int, str]]] = {}
         """By a parameter's position in Dynamo's inputs: positions in the graph, and names."""
+        self.held_on: dict[int, torch.device] = {}
+        """By a position in the graph, where a tensor of the state is: of a step on a GPU."""
         self.groups: list[tuple[int, int]] = []
         self.tangents: list[tuple[int, Tensor]] = []
         self.inverse_scales: list[tuple[int, Tensor]] = []
@@ -71,6 +76,8 @@ class Binder:
             match node.meta.get("fxzero_source"):
                 case ("state", key, name):
                     self.state.setdefault(self.parameters[key], []).append((i, name))
+                    if self.device != HOST:
+                        self.held_on[i] = node.meta["val"].device
                 case ("group", index):
                     self.groups.append((i, index))
                 case ("staging",):
@@ -82,6 +89,11 @@ class Binder:
                 case None:
                     self._bind(i, node)
         self.placeholders = []
+        held = [self.held_on.get(i) for i, (_, name) in self.homes if name]
+        self.state_home = HOST if HOST in held else None
+        """Where state is made, if not where its parameters are."""
+        if self.state_home is not None:
+            give_back_before_steps(self.optimizer)
 
     def copied(self, batch: Collection[int]) -> list[int]:
         """Positions in the graph of what is another tensor in every step.
@@ -131,7 +143,11 @@ class Binder:
                 value = found.get(name)
                 if value is None:
                     self._restore_state()
-                    value = state[inputs[index]][name]
+                    found = state[inputs[index]]
+                    value = found[name]
+                if i in self.held_on:
+                    values[i] = hold(found, name, self.held_on[i])
+                    continue
                 values[i] = _compat.local_tensor(value) if isinstance(value, DTensor) else value
         if self.homes or self.staging:
             if not _compat.is_fake(next(v for v in values if isinstance(v, Tensor))):
@@ -151,14 +167,15 @@ class Binder:
         given = next(value for value in values if isinstance(value, Tensor))
         if _compat.is_fake(given):
             for i, count in self.staging:
-                values[i] = given.new_empty(count, dtype=torch.uint8)
+                values[i] = given.new_empty(count, dtype=torch.uint8, device=HOST)
             return
         arena = arena_of(self.optimizer)
         is_new = arena is None or arena is not self._arena
         if is_new:
             layouts = {home: Layout.of(values[i]) for i, home in self.homes}
             staging_bytes = sum(count for _, count in self.staging)
-            arena = self._arena = arena_for(self.optimizer, layouts, staging_bytes)
+            arena = arena_for(self.optimizer, layouts, staging_bytes, self.device)
+            self._arena = arena
         assert arena is not None
         away = [(i, home) for i, home in self.homes if not arena.bring_home(home, values[i])]
         if away and is_new:
@@ -170,7 +187,7 @@ class Binder:
 
     def _restore_state(self) -> None:
         """Begin with fresh state where somebody has cleared it, as the optimizer itself would."""
-        create_state(self.layout, self.parameters)
+        create_state(self.layout, self.parameters, home=self.state_home)
 
     def _made_of(self, loss_scale: float) -> list[tuple[int, Tensor]]:
         """The inputs that depend on the loss scale alone."""

@@ -27,6 +27,7 @@ class DiskBinder:
 
     def __init__(self, graph: StepGraph, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
+        self.device = graph.device
         self.homes: list[tuple[int, Home]] = []
         """Positions in the graph of what lives on disk."""
         self.buffers: tuple[int, int] | None = None
@@ -51,6 +52,7 @@ class DiskBinder:
         Raises:
             DiskError: there is no room, no right to write, or what is there is not what was
                 written.
+            HostMemoryError: a GPU has to reach the buffers, and the system does not let it.
         """
         if self.buffers is None:
             return
@@ -64,7 +66,8 @@ class DiskBinder:
         if is_new:
             layout = {home: Layout.of(values[i]) for i, home in self.homes}
             wanted = {b: tuple(layout[key, ""] for key in b.keys) for b in self.buckets}
-            arena = self._arena = disk_arena_for(self.optimizer, wanted, self._settings)
+            settings = self._settings
+            arena = self._arena = disk_arena_for(self.optimizer, wanted, settings, self.device)
         assert arena is not None
         if is_new:
             self.homes.sort(key=lambda home: arena.begin_of(home[1]))  # pieces are written once

@@ -224,7 +224,7 @@ def test_a_gradient_that_was_not_reduced() -> None:
     copy.launch.update_arg(0, list(reduce.tensors))
     change(copy.launch, full_bytes=sum(map(num_bytes, reduce.tensors)))
     copy.launch.meta["val"] = copy.wait.meta["val"] = [n.meta["val"] for n in reduce.tensors]
-    input_called(graph, "staging").meta["val"] = torch.empty(1 << 20, device="meta")
+    input_called(graph, "staging").meta["val"] = torch.empty(1 << 20)
     for i, other in enumerate(downloads(graph)):
         other.launch.update_arg(3, [i << 12])
     rule = r"the gradient of layers.2.weight is reduced over groups \[\], expected"
@@ -271,7 +271,7 @@ def test_a_copy_of_what_was_updated(graph: StepGraph) -> None:
     update = of_role(graph, Role.UPDATE)[0]
     (param,) = nodes_in(update.args[0])
     stamp = Stamp(Phase.OPTIMIZER, lane=Lane.H2D, made_by="test")
-    arguments = ([param], torch.float32, 0.0)
+    arguments = ([param], torch.float32, None, 0.0)
     with graph.graph.inserting_after(update):
         late = graph.call(copies.upload, arguments, stamp=stamp, value=[param.meta["val"]])
     rule = f"{late.name} reads {param.name} after {update.name} has changed it"
@@ -348,7 +348,7 @@ def test_a_gradient_without_elements_needs_no_place(graph: StepGraph) -> None:
     """It may be where another one is: a rank may have no rows of a parameter."""
     first, empty, _ = downloads(graph)
     (param,) = nodes_in(empty.launch.args[1])
-    small = torch.empty(0, device="meta")
+    small = torch.empty(0)
     for node in (*empty.tensors, param):
         node.meta["val"] = small
     for node in (empty.launch, empty.wait):

@@ -221,7 +221,7 @@ def test_a_step_that_fails_halfway_leaves_no_lane_at_work() -> None:
 def test_a_copy_to_the_device_is_another_tensor_of_the_dtype_that_was_asked_for() -> None:
     """With the strides that it had."""
     source = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    (made,) = copies.join_upload(copies.upload([source], torch.bfloat16, 0.0))
+    (made,) = copies.join_upload(copies.upload([source], torch.bfloat16, None, 0.0))
     assert torch.equal(made, source.bfloat16())
     assert made.stride() == source.stride()
     assert made.data_ptr() != source.data_ptr()
@@ -297,14 +297,14 @@ def test_a_join_waits_for_all_updates_and_tells_of_errors() -> None:
 def test_copies_are_held_back_by_their_bytes(dtype: torch.dtype, seconds: float) -> None:
     """Of what is written: half of them, of a parameter that is cast."""
     source = torch.ones(100_000)
-    assert takes(seconds, lambda: copies.join_upload(copies.upload([source], dtype, 1e6)))
+    assert takes(seconds, lambda: copies.join_upload(copies.upload([source], dtype, None, 1e6)))
 
 
 def test_fake_tensors_are_copied_at_once() -> None:
     """A lane's thread knows nothing of the mode that they belong to."""
     with FakeTensorMode():
         tensor, staging = torch.ones(4), torch.empty(64, dtype=torch.uint8)
-        up = copies.upload([tensor], torch.bfloat16, 1.0)
+        up = copies.upload([tensor], torch.bfloat16, None, 1.0)
         down = copies.download([tensor], [tensor], staging, [0], [tensor.dtype], [], 1.0)
         update = copies.HostUpdate(lambda params: params[0].add_(1))([tensor])
         done: list[Future[Any]] = [up.done, down.done, update]

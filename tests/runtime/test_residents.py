@@ -35,7 +35,7 @@ def take(
     resident: Resident, params: list[Tensor], dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
     """What compute would read."""
-    return copies.join_upload(resident.take(list(params), dtype, 0.0))
+    return copies.join_upload(resident.take(list(params), dtype, None, 0.0))
 
 
 def bits(tensor: Tensor) -> list[int]:
@@ -154,7 +154,7 @@ def test_what_an_update_leaves_is_there_for_the_next_step(dtype: torch.dtype) ->
     resident = Resident("some")
     (mine,) = take(resident, [parameter], dtype)
     parameter.mul_(2)
-    resident.launch([parameter], done(), dtype, 0.0)
+    resident.launch([parameter], done(), dtype, None, 0.0)
     assert take(resident, [parameter], dtype)[0] is mine
     assert torch.equal(mine, parameter.to(dtype))
     assert resident.num_stale == 0
@@ -171,7 +171,7 @@ def test_it_is_copied_when_the_update_is_over() -> None:
         assert may_go.wait(5)
         parameter.mul_(2)
 
-    resident.launch([parameter], worker(Lane.HOST).submit(update), torch.float32, 0.0)
+    resident.launch([parameter], worker(Lane.HOST).submit(update), torch.float32, None, 0.0)
     threading.Timer(0.05, may_go.set).start()
     (mine,) = take(resident, [parameter])
     assert mine.eq(2).all()
@@ -188,7 +188,7 @@ def test_an_update_that_failed_leaves_what_was_there() -> None:
         parameter[0] = 5
         raise RuntimeError("lost")
 
-    resident.launch([parameter], worker(Lane.HOST).submit(update), torch.float32, 0.0)
+    resident.launch([parameter], worker(Lane.HOST).submit(update), torch.float32, None, 0.0)
     drain()  # as a step does that fails
     (mine,) = take(resident, [parameter])
     assert torch.equal(mine, parameter)

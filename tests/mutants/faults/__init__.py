@@ -17,6 +17,7 @@ from tests.mutants.faults import (
     micro_steps,
     offload,
     reduces,
+    streams,
     updates,
 )
 
@@ -30,5 +31,6 @@ FAULTS: tuple[Fault, ...] = (
     *memory_and_ranks.FAULTS,
     *equal_layers.FAULTS,
     *offload.FAULTS,
+    *streams.FAULTS,
     *disk.FAULTS,
 )

@@ -75,15 +75,15 @@ FAULTS = (
     ),
     Fault(
         "compute reads a parameter of the host, and not its copy",
-        "passes/offload_states.py",
-        "for reader in readers_of(param):\n                if reader is launch:",
-        "for reader in readers_of(param)[1:]:\n                if reader is launch:",
+        "passes/parameter_copies.py",
+        "for reader in readers_of(param):\n                if reader is not launch:",
+        "for reader in readers_of(param)[1:]:\n                if reader is not launch:",
         "verify: step with state on the host",
         "which is in the host's memory",
     ),
     Fault(
         "two gradients arrive at one place",
-        "passes/offload_states.py",
+        "passes/updates_on_host.py",
         "offsets.append(offset)",
         "offsets.append(0)",
         "verify: step with state on the host",
@@ -91,7 +91,7 @@ FAULTS = (
     ),
     Fault(
         "a copy's record has the bytes of masters that it casts",
-        "passes/offload_states.py",
+        "passes/parameter_copies.py",
         "full_bytes=num_elements * dtype.itemsize",
         "full_bytes=num_elements * 4",
         "verify: step with state on the host, in 16 bits",
@@ -107,7 +107,7 @@ FAULTS = (
     ),
     Fault(
         "an update on the host does not wait for its gradient",
-        "passes/offload_states.py",
+        "passes/updates_on_host.py",
         "update.update_arg(1, parts)",
         "update.update_arg(1, grads)",
         "tests/passes/test_offload_states.py"
@@ -115,7 +115,7 @@ FAULTS = (
     ),
     Fault(
         "an update on the host is joined by nobody",
-        "passes/offload_states.py",
+        "passes/updates_on_host.py",
         "graph.call(copies.join_updates, (found,),",
         "graph.call(copies.join_updates, (found[1:],),",
         "verify: step with state on the host, a bucket a layer",
@@ -123,7 +123,7 @@ FAULTS = (
     ),
     Fault(
         "a parameter that is updated on the host does not live there",
-        "passes/offload_states.py",
+        "passes/updates_on_host.py",
         "return [*params_of(update), *(node for part in state for node in part)]",
         "return [node for part in state for node in part]",
         "tests/passes/test_offload_states.py::test_what_lives_on_the_host",
@@ -154,15 +154,15 @@ FAULTS = (
     Fault(
         "the host's lane does not wait for what arrives",
         "fxzero/runtime/copies.py",
-        "_submitted(Lane.HOST, copy.done.result, copy.tensors)",
-        "_submitted(Lane.HOST, copy.done.done, copy.tensors)",
+        "_submitted(Lane.HOST, lambda: wait_for(copy.done), copy.tensors)",
+        "_submitted(Lane.HOST, lambda: copy.done.done(), copy.tensors)",
         "tests/runtime/test_lanes.py::test_the_hosts_lane_waits_for_what_arrives",
     ),
     Fault(
         "landing does not wait for the copy",
         "fxzero/runtime/copies.py",
         '"""Wait until all is there, and let go of what it was copied from."""\n'
-        "        self.done.result()",
+        "        wait_for(self.done)",
         '"""Wait until all is there, and let go of what it was copied from."""\n'
         "        self.done.done()",
         "tests/runtime/test_lanes.py"
@@ -178,29 +178,29 @@ FAULTS = (
     Fault(
         "a lane computes on one core",
         "fxzero/runtime/lanes.py",
-        "if torch.get_num_threads() != num_threads:",
-        "if num_threads == 0:",
+        "if torch.get_num_threads() != self.num_threads:",
+        "if self.num_threads == 0:",
         "tests/runtime/test_lanes.py::test_a_lane_uses_as_many_cores_as_who_asked",
     ),
     Fault(
         "a copy that is no more what the parameter is, is taken",
         "fxzero/runtime/residents.py",
-        "if not is_same(mine, now):",
-        "if mine.numel() != now.numel():",
+        "if not is_same(one[1], one[2].to(dtype))]",
+        "if one[1].numel() != one[2].numel()]",
         "tests/runtime/test_residents.py::test_parameters_that_change_between_two_steps"
         "[through_data-1-None]",
     ),
     Fault(
         "copies are compared by their values and not by their bits",
         "fxzero/runtime/residents.py",
-        "if not is_same(mine, now):",
-        "if not torch.equal(mine, now):",
+        "if not is_same(one[1], one[2].to(dtype))]",
+        "if not torch.equal(one[1], one[2].to(dtype))]",
         "tests/runtime/test_residents.py::test_bits_are_compared",
     ),
     Fault(
         "parameters are copied while they are updated",
         "fxzero/runtime/residents.py",
-        "            done.result()\n",
+        "            host_waits_for(done)\n",
         "            done.done()\n",
         "tests/runtime/test_residents.py::test_it_is_copied_when_the_update_is_over",
     ),
@@ -221,8 +221,8 @@ FAULTS = (
     Fault(
         "what an arena has no room for is forgotten where it grows",
         "fxzero/runtime/arena.py",
-        "HostArena({**known, **homes}, most)",
-        "HostArena(homes, most)",
+        "HostArena({**known, **homes}, most, device)",
+        "HostArena(homes, most, device)",
         "tests/runtime/test_arena.py::test_one_that_has_none_is_replaced",
     ),
     Fault(
@@ -331,8 +331,8 @@ FAULTS = (
     ),
     Fault(
         "the loop's compute reads a parameter of the host, and not its copy",
-        "passes/offload_shards.py",
-        "reader.replace_input_with(_source(reader, homes, part), part)",
+        "passes/parameter_copies.py",
+        "reader.replace_input_with(param, part)",
         "reader.replace_input_with(part, part)",
         "verify: stage 0, shards on the host",
         "which is in the host's memory",
@@ -347,9 +347,9 @@ FAULTS = (
     ),
     Fault(
         "a shard is gathered from the host as its masters' dtype",
-        "passes/offload_shards.py",
-        "return dtypes.pop() if len(dtypes) == 1 else spec.dtype",
-        "return spec.dtype",
+        "passes/parameter_copies.py",
+        "return dtypes.pop() if len(dtypes) == 1 else own",
+        "return own",
         "tests/passes/test_offload_shards.py::test_a_shard_is_cast_before_it_is_copied",
     ),
     Fault(
