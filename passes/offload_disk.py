@@ -34,6 +34,7 @@ from fxzero.passes.gradient_places import (
     shared_bytes,
     waits_for_norm,
 )
+from fxzero.passes.parameter_copies import snapshot_bytes
 from fxzero.passes.updates_on_host import homes_of, params_of
 from fxzero.runtime.arena import aligned
 from fxzero.runtime.copies import HostUpdate
@@ -184,6 +185,7 @@ class OffloadDisk(DecidingPass[Stored]):
         """What the host holds with some updates' buckets on disk."""
         found = sum(_in_memory(update) for update in every)
         found -= sum(aligned(num_bytes(node)) for update in chosen for node in large_homes(update))
+        found += snapshot_bytes(graph)
         found += sum(
             num_bytes(node)
             for node in graph.graph.find_nodes(op="placeholder")

@@ -34,7 +34,13 @@ from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Door, Fact, Notes, Room
 from fxzero.passes.decision import DecidingPass, Decision
-from fxzero.passes.parameter_copies import computed_on, dtype_on_device, read_copies, readers_of
+from fxzero.passes.parameter_copies import (
+    computed_on,
+    dtype_on_device,
+    read_copies,
+    readers_of,
+    snapshot_bytes,
+)
 from fxzero.passes.streamed_updates import large_state, stream
 from fxzero.passes.updates_on_host import (
     end_with_updates,
@@ -50,6 +56,7 @@ from fxzero.passes.updates_on_host import (
     value_on_host,
 )
 from fxzero.runtime.arena import aligned
+from fxzero.runtime.optimizers import fused_on
 from fxzero.settings import a_share, at_least
 from fxzero.sharding.host import HOST
 from fxzero.transfer import Pool
@@ -248,6 +255,12 @@ class OffloadStates(DecidingPass[Offloaded]):
                 "{'update': 'device'}}."
             )
         every = [param for update in movable for param in params_of(update)]
+        device = computed_on(graph, every[0]) if every else None
+        if self.update is Place.DEVICE and device is not None and not fused_on(layout, device):
+            raise ConfigError(
+                f"offload_states.update=device: torch has no fused {layout.name} on {device} that "
+                "is right for these parameters. Leave out the setting: it has one on the host."
+            )
         stay = [param for param in every if self._should_go(graph, param, ctx)]
         if stay:
             ctx.warnings.append(
@@ -329,4 +342,5 @@ class OffloadStates(DecidingPass[Offloaded]):
             sum(copy.record.full_bytes for copy in graph.transfers(name=lane.value))
             for lane in (Lane.H2D, Lane.D2H)
         )
+        host_bytes += snapshot_bytes(graph)
         return Notes(updates=len(chosen), host_bytes=host_bytes, up_bytes=up, down_bytes=down)

@@ -167,6 +167,15 @@ def emit_upload(
     return emit_copy(graph, call, copies.join_upload, record, stamp, name, values)
 
 
+def snapshot_bytes(graph: StepGraph) -> int:
+    """What the host holds of copies that stay on another device: see `fxzero.runtime.residents`."""
+    return sum(
+        copy.record.full_bytes
+        for copy in graph.transfers(name=Lane.H2D.value)
+        if isinstance(copy.launch.target, Take) and copy.launch.args[2] is not None
+    )
+
+
 def first_call(graph: StepGraph) -> fx.Node:
     """The first node that is no input, nor an upload of before."""
     return next(

@@ -37,6 +37,13 @@ def large_state(update: fx.Node) -> list[fx.Node]:
     return [node for part in state for node in part if node.meta["fxzero_source"][2] != "step"]
 
 
+def step_counts(update: fx.Node) -> list[fx.Node]:
+    """What counts the steps of a fused update's parameters: they are where it runs."""
+    state: list[list[fx.Node]] = update.args[2]  # type: ignore[assignment]
+    inputs = [node for part in state for node in part if node.op == "placeholder"]
+    return [node for node in inputs if node.meta["fxzero_source"][2] == "step"]
+
+
 def stream(graph: StepGraph, update: fx.Node, params: list[fx.Node], throttle: Throttle) -> None:
     """Let an update on the device read copies of what lives on the host, and bring them back.
 
@@ -71,6 +78,8 @@ def stream(graph: StepGraph, update: fx.Node, params: list[fx.Node], throttle: T
         )
     for home, part in zip(homes, parts, strict=True):
         update.replace_input_with(home, part)
+    for count in step_counts(update) if device is not None else ():
+        count.meta["val"] = graph.value_of(torch.empty_like, (count,), {"device": device})
     back = Transfer(
         TransferKind.COPY,
         full_bytes=moved.full_bytes,

@@ -118,7 +118,9 @@ class _Emitter:
         spec = self.graph.specs[key]
         tensor = self.layout.optimizer.state[self.layout.parameters[key]][name]
         shape = spec.local_shape if tensor.shape == self.layout.parameters[key].shape else ()
-        like = {"dtype": tensor.dtype, "device": tensor.device}
+        # Of the device, whoever holds it: what is on the host is so by `offload_states`.
+        device = tensor.device if name == "step" else self.params[key].meta["val"].device
+        like = {"dtype": tensor.dtype, "device": device}
         value = self.graph.value_of(torch.empty, (shape,), like)
         label = f"{name}_{spec.name.replace('.', '_')}"
         return self.graph.input(label, value, ("state", key, name))
@@ -165,6 +167,9 @@ class Update(DecidingPass[Updates]):
     replayed: bool = field(default=False, repr=False)
     """Whether a CUDA graph replays the step. It could not tell whether parameters still count
     their steps alike, which our kernel needs."""
+    offloaded: bool = field(default=False, repr=False)
+    """Whether state is to live on the host, where our kernel does not go: then it is taken where
+    somebody asks for it, and not by a table."""
 
     def decide(self, graph: StepGraph, ctx: Context) -> Updates:
         """Take our own kernel where it fits and was measured to be faster, or is asked for."""
@@ -172,11 +177,12 @@ class Update(DecidingPass[Updates]):
         assert layout is not None
         may = self.kernels.enabled and not self.replayed
         forced = may and UPDATE in self.kernels.forced
-        table = self.kernels.table_for(gpu_name(graph)) if may else None
+        by_table = may and not self.offloaded
+        table = self.kernels.table_for(gpu_name(graph)) if by_table else None
         found = []
         considered = updated_together(graph, layout) if forced or table is not None else []
         for together in considered:
-            if not fits_own_kernel(layout, together):
+            if not fits_own_kernel(layout, together) or _are_elsewhere(graph, together):
                 continue
             speedup = None
             if table is not None:
@@ -230,6 +236,12 @@ class Update(DecidingPass[Updates]):
             by=layout.name if layout.kernels else f"{layout.name}.step()",
             **({"own_kernel": len(own)} if own else {}),
         )
+
+
+def _are_elsewhere(graph: StepGraph, together: Together) -> bool:
+    """Whether parameters live on the host of the GPU that computes with them."""
+    devices = {graph.specs[key].device for key in together.keys} - {None}
+    return any(device is not None and device.type != "cpu" for device in devices)
 
 
 def _by_own_kernel(

@@ -126,6 +126,9 @@ class World(TorchDispatchMode):
         self._know(made, Memory("pinned memory", on_host=True))
         return made
 
+    def return_pinned(self) -> None:
+        """Nothing is kept."""
+
     def pin(self, memory: Tensor) -> Callable[[], None]:
         """A block of the host's."""
         begin = memory.data_ptr()

@@ -100,6 +100,12 @@ def return_free_memory() -> None:
     trim_heap()
 
 
+def return_pinned_memory() -> None:
+    """Give back the pinned memory that torch keeps for others to use, once nobody does (torch 2.6
+    to 2.13)."""
+    torch._C._host_emptyCache()
+
+
 def trim_heap() -> None:
     """Give free memory back to the system, also what lies between memory that is used."""
     with contextlib.suppress(AttributeError, OSError):  # other libraries have no malloc_trim

@@ -71,10 +71,10 @@ PRESETS: dict[MemoryPreset, dict[str, Any]] = {
 
 
 def check_shares(config: Config) -> None:
-    """See that what lives on the host is updated there.
+    """See that what is asked of the host goes together.
 
     Raises:
-        ConfigError: more parameters than optimizer state shall be on the host.
+        ConfigError: it does not: more parameters than optimizer state there, say.
     """
     states, params = config.offload_states.share or 0.0, config.offload_params.share or 0.0
     if params > states:
@@ -89,6 +89,13 @@ def check_shares(config: Config) -> None:
             f"offload_states.delay=1 and {what}: compute would read parameters on the host while "
             "the update of the step before changes them. Use memory='states_host', whose copies "
             "stay on the device."
+        )
+    held = [one for one in (config.offload_states, config.offload_activations) if one.share]
+    if config.cuda_graph and held:
+        raise ConfigError(
+            f"cuda_graph=True and {held[0].name}.share={held[0].share:g}: a CUDA graph replays what the GPU does, and "
+            "not what the host does beside it: copies that wait for its updates, and comparisons "
+            "with what somebody has written meanwhile. Leave out one of them."
         )
     if config.offload_states.update is Place.DEVICE and config.host_budget != NO_BUDGET:
         raise ConfigError(
@@ -110,7 +117,8 @@ class Config:
     that is infinite or not a number changes anything. (fp16 skips such steps instead.)"""
     cuda_graph: bool = False
     """In whole steps on CUDA: replay the step as one CUDA graph. Not for optimizers that run
-    their own ``step()``, nor with `stop_unless_finite`, which waits for the GPU."""
+    their own ``step()``, nor with `stop_unless_finite`, which waits for the GPU, nor where
+    something is held on the host (`memory`)."""
     memory_budget: Size = NO_BUDGET
     """The most memory that a rank's step may take at its peak, by simulation: ``8GiB``,
     ``512MiB``, a number of bytes, ``80%`` of the device, ``auto`` (what the device has for this
@@ -190,6 +198,12 @@ class Config:
             if one.share:
                 return f"{one.name}.share={one.share:g}{preset}"
         return ""
+
+    @property
+    def streams_states(self) -> bool:
+        """Whether optimizer state is on the host, and its updates are on the device."""
+        states = self.filled.offload_states
+        return bool(states.share) and states.update is Place.DEVICE
 
     @property
     def holds_on_disk(self) -> bool:

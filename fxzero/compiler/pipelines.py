@@ -124,7 +124,11 @@ def step_passes(
     config = config.filled
     stop = config.stop_unless_finite and not scaled
     own: list[Pass] = [
-        Update(config.lower_kernels, replayed=config.cuda_graph),
+        Update(
+            config.lower_kernels,
+            replayed=config.cuda_graph,
+            offloaded=bool(config.offload_states.share),
+        ),
         Accumulate(micro_batches, unroll),
         ClipGrads(max_norm=max_norm, unscale=scaled, stop_unless_finite=stop),
         JoinCopies(config.offload_params.in_flight),

@@ -20,18 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import fx
 
 from fxzero.graph.aliases import readers, root
 from fxzero.graph.belongings import Finding
+from fxzero.graph.copies import elsewhere, wrong_copy
 from fxzero.graph.late_updates import wrong_starts
 from fxzero.graph.operators import num_bytes, writes_memory
 from fxzero.graph.stamps import BESIDE_COMPUTE, Lane, Role, stamp_of
 from fxzero.graph.step_graph import StepGraph, TransferNodes, sent_by
 from fxzero.graph.streamed_states import brings_back, overwritten_by, wrong_streamed_states
 from fxzero.graph.streams import is_stream, wrong_streams
-from fxzero.transfer import DISK_READ, PCIE_DOWN, PCIE_UP, Pool
+from fxzero.transfer import Pool
 
 ALIGNMENT = 64
 """Bytes: where places in the host's memory begin, for vector instructions and dtypes alike."""
@@ -42,12 +42,11 @@ def wrong_lanes(graph: StepGraph) -> Iterator[Finding]:
     found = [transfer for transfer in graph.transfers() if transfer.is_copy]
     down = [copy for copy in found if copy.stamp.lane is Lane.D2H]
     yield from _read_by_compute(graph)
-    yield from _elsewhere(graph)
+    yield from elsewhere(graph)
     for copy in found:
         if is_stream(copy):
             continue
-        yield from _wrong_record(copy)
-        yield from _cast_too_soon(copy)
+        yield from wrong_copy(copy)
         yield from _changed_meanwhile(copy)
         yield from _returned(graph, copy)
     yield from _copied_over(found, list(graph.nodes(role=Role.AHEAD)))
@@ -81,30 +80,6 @@ def _read_by_compute(graph: StepGraph) -> Iterator[Finding]:
                 )
 
 
-def _elsewhere(graph: StepGraph) -> Iterator[Finding]:
-    """What is in the host's memory, or on disk, is a tensor of the CPU, wherever compute is; what
-    is copied to the device is a tensor of the device that it is copied to."""
-    for node in graph.graph.nodes:
-        if node.op == "output":
-            continue
-        stamp = stamp_of(node)
-        device = node.args[2] if stamp.role is Role.LAUNCH and stamp.lane in _UP else None
-        value = node.meta.get("val")
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            on_host = stamp.pool is not Pool.DEVICE
-            if (on_host and tensor.device.type != "cpu") or (device and tensor.device != device):
-                yield Finding(
-                    node,
-                    f"{node.name} is in pool {stamp.pool} and a tensor of {tensor.device}",
-                    "Say where a copy goes: fxzero.passes.parameter_copies.computed_on.",
-                )
-
-
-_UP = frozenset({Lane.H2D, Lane.READ})
-
-
 def _is_there(node: fx.Node) -> bool:
     """Whether a value in the host's memory may leave a graph of the ordinary loop: a parameter,
     which backward gets so, or a gradient for whose copy compute has waited."""
@@ -117,47 +92,6 @@ def _may_read(node: fx.Node) -> frozenset[Lane]:
         return frozenset({Lane.READ, Lane.HOST, Lane.D2H})  # a gradient is laid out like it
     only_by_host = node.op == "call_function" and stamp_of(node).lane is Lane.HOST
     return frozenset({Lane.HOST}) if only_by_host else BESIDE_COMPUTE
-
-
-_WAYS = {
-    Lane.H2D: ((Pool.HOST, Pool.DEVICE), PCIE_UP),
-    Lane.D2H: ((Pool.DEVICE, Pool.HOST), PCIE_DOWN),
-    Lane.READ: ((Pool.DISK, Pool.DEVICE), DISK_READ),
-}
-"""By lane, the pools between which a copy goes, and what it occupies."""
-
-
-def _wrong_record(copy: TransferNodes) -> Iterator[Finding]:
-    """A record that says something else than what is copied."""
-    record, sent = copy.record, copy.tensors
-    goes_up = copy.stamp.lane is not Lane.D2H
-    pools, resource = _WAYS[copy.stamp.lane]
-    values = copy.launch.meta["val"]
-    moved = sum(value.numel() * value.element_size() for value in values)
-    dtype = (copy.launch.args[1] if goes_up else None) or record.dtype
-    does: tuple[object, ...] = (len(sent), moved, *pools, copy.launch.args[-1], dtype, resource)
-    said: tuple[object, ...] = (record.num_tensors, record.full_bytes)
-    said += (record.source, record.target, record.bytes_per_s, record.dtype, record.resource)
-    if said != does:
-        yield Finding(
-            copy.launch,
-            f"{copy.launch.name} copies {len(sent)} tensors, {moved} bytes, from {pools[0]} to "
-            f"{pools[1]}, by {does[4:]}, and its record says {said}",
-            "Write the record when the tensors are known.",
-        )
-
-
-def _cast_too_soon(copy: TransferNodes) -> Iterator[Finding]:
-    """The host casts before compute is where it launches the copy: what no node has made."""
-    dtype = copy.launch.args[1] if copy.stamp.lane in _UP else None
-    for source in copy.tensors:
-        if dtype not in (None, source.meta["val"].dtype) and source.op != "placeholder":
-            yield Finding(
-                copy.launch,
-                f"{copy.launch.name} casts {source.name} on the host, which may come before it is "
-                "there",
-                "Cast what lives on the host, or on the device.",
-            )
 
 
 def _changed_meanwhile(copy: TransferNodes) -> Iterator[Finding]:

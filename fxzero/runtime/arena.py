@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from fxzero._compat import shares_memory
 from fxzero.graph.lanes import ALIGNMENT
-from fxzero.runtime.pinned import pin
+from fxzero.runtime.pinned import block
 from fxzero.sharding.host import HOST
 
 Home = tuple[str, str]
@@ -82,8 +82,8 @@ class HostArena:
             total += aligned(layout.num_bytes)
         self.num_bytes = total + staging_bytes
         """All of it."""
-        self.memory = torch.empty(self.num_bytes, dtype=torch.uint8)
-        pin(self, self.memory, device, "what the step holds on the host", _HOLD_LESS)
+        what = "what the step holds on the host"
+        self.memory = block(self, self.num_bytes, device, what, _HOLD_LESS)
         self.staging = self.memory[total:]
         buffer = memoryview(self.memory.numpy())  # type: ignore[arg-type]
         self._tensors = {}

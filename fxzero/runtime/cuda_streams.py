@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxzero._compat import return_pinned_memory
 from fxzero.graph.stamps import Lane
 from fxzero.sharding import host
 
@@ -66,6 +67,10 @@ class CudaStreams:
         """Memory of the host that the GPU reads and writes by itself. Torch hands out the same
         again and again, once the copies that use it are over."""
         return host.pinned_like(tensor, dtype)
+
+    def return_pinned(self) -> None:
+        """Give back what torch keeps of pinned memory for others to use."""
+        return_pinned_memory()
 
     def pin(self, memory: Tensor) -> Callable[[], None]:
         """Let the GPU read and write some memory of the host by itself; return what ends that.

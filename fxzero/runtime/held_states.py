@@ -34,10 +34,14 @@ def hold(state: State, name: str, device: torch.device) -> Tensor:
     return local_of(value)
 
 
-def hold_all(state: State, device: torch.device) -> None:
-    """See that all of a parameter's state is on a device, but for what counts its steps."""
+def hold_all(state: State, device: torch.device, *, counts: bool = True) -> None:
+    """See that all of a parameter's state is on a device.
+
+    Args:
+        counts: that of its steps, too.
+    """
     for name, value in list(state.items()):
-        if isinstance(value, Tensor) and name != "step":
+        if isinstance(value, Tensor) and (counts or name != "step"):
             hold(state, name, device)
 
 

@@ -109,6 +109,20 @@ def proven_kernel_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Kernel |
     return kernel
 
 
+def fused_on(layout: OptimizerLayout, device: torch.device) -> bool:
+    """Whether another device than the parameters' has fused kernels for an optimizer, that are
+    right."""
+    groups = zip(layout.kernels, layout.optimizer.param_groups, strict=True)
+    return all(
+        (kernel.name != "adagrad" or device.type == "cpu")
+        and all(
+            is_proven(kernel.name, kernel.state, group, parameter, device)
+            for parameter in {p.dtype: p for p in group["params"]}.values()
+        )
+        for kernel, group in groups
+    )
+
+
 def _warn_of_wrong_kernel(
     optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, device: str
 ) -> None:
@@ -203,7 +217,7 @@ def create_state(
                     state["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
                 read_of_all_ranks(state)
                 if home is not None:
-                    hold_all(state, home)
+                    hold_all(state, home, counts=False)
                 if will_move:
                     freed_bytes = _take_no_memory(state, freed_bytes)
                 continue
@@ -216,7 +230,7 @@ def create_state(
                 parameter.grad = before
             read_of_all_ranks(state)
             if home is not None:
-                hold_all(state, home)
+                hold_all(state, home, counts=False)
             if will_move:
                 freed_bytes = _take_no_memory(state, freed_bytes)
 

@@ -7,6 +7,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from fxzero.disk.scratch import pages
 from fxzero.errors import HostMemoryError
 from fxzero.runtime.streams import streams_of
 
@@ -35,3 +36,13 @@ def pin(owner: object, memory: Tensor, device: torch.device, what: str, advice: 
     # Before the memory is: whoever still looks at it has ordinary memory then. The end of the
     # process ends all of it.
     weakref.finalize(owner, end).atexit = False
+
+
+def block(owner: object, num_bytes: int, device: torch.device, what: str, advice: str) -> Tensor:
+    """So many bytes of the host, pinned where `pin` pins: (bytes,). Then they are pages of their
+    own, as only whole pages are pinned, and each by one owner."""
+    if streams_of(device) is None:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    memory = torch.frombuffer(pages(max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes]
+    pin(owner, memory, device, what, advice)
+    return memory

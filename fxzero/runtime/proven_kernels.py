@@ -40,7 +40,11 @@ _ROUNDINGS = 4
 
 
 def is_proven(
-    kernel: str, state: tuple[str, ...], group: Mapping[str, Any], parameter: Tensor
+    kernel: str,
+    state: tuple[str, ...],
+    group: Mapping[str, Any],
+    parameter: Tensor,
+    device: torch.device | None = None,
 ) -> bool:
     """Whether a fused update is right, for a parameter group's settings.
 
@@ -49,8 +53,9 @@ def is_proven(
         state: the names of its state, in order.
         group: the parameter group.
         parameter: one of its parameters, for its dtype and device.
+        device: where it is updated, if elsewhere.
     """
-    device = parameter.device
+    device = device or parameter.device
     if device.type == "meta" or (device.type == "cuda" and not torch.cuda.is_available()):
         return True  # nothing will run: somebody looks at a machine that is not here
     settings = {flag: bool(group[flag]) for flag in _FLAGS if flag in group}

@@ -71,6 +71,9 @@ class Streams(Protocol):
     def pinned_like(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Memory of the host that the device reads and writes by itself."""
 
+    def return_pinned(self) -> None:
+        """Give back what `pinned_like` keeps for others to use."""
+
     def pin(self, memory: Tensor) -> Callable[[], None]:
         """Let the device read and write some memory of the host by itself; return what ends that.
 

@@ -108,7 +108,8 @@ def shard(
             backward uses them, and gradients arrive on the host, where any optimizer updates.
             Buffers, and what is `ignored`, are on the device: that of the mesh, else the model's
             (CUDA for a model on the CPU in an NCCL process group, or on meta in one process).
-            Do not move the model afterwards. In `compile_step` it is ``memory="all_host"``.
+            Do not move the model afterwards. In `compile_step` it is ``memory="all_host"``, or
+            ``"states_host"`` if that is asked for.
 
     Returns:
         The same module. In a single process nothing is split and nothing communicates.

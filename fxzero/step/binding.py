@@ -29,6 +29,7 @@ from fxzero.runtime import delayed
 from fxzero.runtime.arena import Home, HostArena, Layout, arena_for, arena_of
 from fxzero.runtime.held_states import give_back_before_steps, hold
 from fxzero.runtime.optimizers import OptimizerLayout, create_state
+from fxzero.runtime.streams import streams_of
 from fxzero.sharding.host import HOST
 from fxzero.step.disk_binding import DiskBinder
 from fxzero.transfer import Pool
@@ -182,6 +183,8 @@ class Binder:
             gc.collect()  # what tracing has left behind looks at parameters too
             for i, home in away:
                 arena.bring_home(home, values[i])
+        if is_new and (streams := streams_of(self.device)) is not None:
+            streams.return_pinned()  # where parameters were, as `shard` had left them
         for i, _ in self.staging:
             values[i] = arena.staging
 

@@ -31,6 +31,7 @@ from fxzero.graph.writes import refuse_writes
 from fxzero.passes.base import Context
 from fxzero.runtime.cuda_graph import CudaGraphStep
 from fxzero.runtime.optimizers import OptimizerLayout, create_state
+from fxzero.sharding.host import HOST
 from fxzero.sharding.params import ParamSpec
 from fxzero.step.binding import Binder
 
@@ -91,7 +92,12 @@ def compile_graph(
         find_loss(graph)
         drop_unwanted(graph, layout)
         refuse_sparse(graph)
-        create_state(layout, set(graph.gradients.values()), will_move=config.holds_on_disk)
+        create_state(
+            layout,
+            set(graph.gradients.values()),
+            will_move=config.holds_on_disk,
+            home=HOST if config.streams_states else None,
+        )
         why_not = no_cuda_graph(graph, layout, config) if config.cuda_graph else ""
         if why_not:
             compilation.context.warnings.append(f"cuda_graph has no effect: {why_not}")

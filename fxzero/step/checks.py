@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from fxzero._compat import pytree
 from fxzero.compiler.config import Config, MemoryPreset
 from fxzero.errors import BatchError, ConfigError
+from fxzero.sharding.host import refuse_group_of_device
 from fxzero.sharding.params import ParamSpec
 
 
@@ -30,33 +31,44 @@ def held_as_sharded(config: Config, specs: Mapping[str, ParamSpec]) -> Config:
     step that holds them there, ``memory="all_host"`` where nothing is said.
 
     Raises:
-        ConfigError: the step would hold them elsewhere, or the model computes on a GPU.
+        ConfigError: the step would hold them elsewhere.
     """
-    devices = {spec.device for spec in specs.values() if spec.device is not None}
-    if not devices:
+    if all(spec.device is None for spec in specs.values()):
         return config
-    gpus = sorted(str(device) for device in devices if device.type != "cpu")
-    if gpus:
-        raise ConfigError(
-            f"the model was sharded with offload=True and computes on {', '.join(gpus)}: copies to "
-            "and from a GPU are not built yet in compile_step. Train it with torch.compile(model, "
-            'backend="fxzero") and its own optimizer.'
-        )
     states, params = config.filled.offload_states, config.filled.offload_params
     if config.memory is MemoryPreset.NONE and not states.share and not params.share:
         if states.share == 0 or params.share == 0:
             raise ConfigError(_HELD.format("offload_states.share=0 or offload_params.share=0"))
         return replace(config, memory=MemoryPreset.ALL_HOST)
-    if params.share != 1:
-        raise ConfigError(_HELD.format(config.offloads or f"offload_params.share={params.share}"))
+    if states.share != 1:
+        raise ConfigError(_HELD.format(config.offloads or f"offload_states.share={states.share}"))
     return config
 
 
 _HELD = (
     "{} holds parameters on the device, and the model was sharded with offload=True, which keeps "
-    "them in the host's memory. Drop the setting, which leaves options={{'memory': 'all_host'}}, "
-    "or shard without offload."
+    "them in the host's memory. Drop the setting, which leaves options={{'memory': 'all_host'}}; "
+    "use memory='states_host', with which copies of them stay on the device; or shard without "
+    "offload."
 )
+
+
+def refuse_without_group_for_state(config: Config, specs: Mapping[str, ParamSpec]) -> None:
+    """State of a GPU's parameters that lives on the host communicates there, for a checkpoint say.
+
+    Raises:
+        ShardingError: a process group carries tensors of the GPU alone.
+    """
+    if not config.streams_states:
+        return
+    for spec in specs.values():
+        parameter = spec.parameter() if spec.parameter is not None else None
+        if parameter is not None and parameter.device.type != "cpu":
+            for axis in spec.layout.axes:
+                refuse_group_of_device(axis.group.name, parameter.device.type, _STATE_THERE)
+
+
+_STATE_THERE = "offload_states.update=device keeps optimizer state"
 
 
 def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:

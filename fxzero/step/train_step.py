@@ -43,6 +43,7 @@ from fxzero.step.checks import (
     held_as_sharded,
     optimized_parameters,
     refuse_ignored,
+    refuse_without_group_for_state,
 )
 from fxzero.step.loop import LoopStep
 from fxzero.step.loss import loss_function, unwrapped
@@ -92,7 +93,8 @@ def compile_step(
 
     Args:
         model: any module; one that `fxzero.shard` has not seen is sharded with ``zero=0``. With
-            ``shard(offload=True)`` the step is one of ``memory="all_host"``.
+            ``shard(offload=True)`` the step is one of ``memory="all_host"``, unless `options` say
+            otherwise.
         optimizer: over the model's parameters. SGD, Adam, AdamW and Adagrad are updated by
             torch's fused kernels, bucket by bucket (on CUDA with ``fused=True``); another
             optimizer runs its own ``step()`` at the end.
@@ -161,6 +163,7 @@ class TrainStep:
             shard(model, zero=0)
             parameters = optimized_parameters(model, optimizer)
         config = held_as_sharded(config, param_specs(model))
+        refuse_without_group_for_state(config, param_specs(model))
         lowered = {precision.param_dtype} - {None}
         if torch.float16 not in (lowered or {s.compute_dtype for s in param_specs(model).values()}):
             precision.refuse_loss_scale()

@@ -105,6 +105,23 @@ def test_mistakes(options: dict[str, Any], message: str) -> None:
     assert isinstance(caught.value, ValueError)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"memory": "states_host"},
+        {"memory": "infinity"},
+        {"offload_states": {"share": 0.5}},
+        {"offload_activations": {"share": 1.0}},
+    ],
+    ids=str,
+)
+def test_a_cuda_graph_replays_nothing_of_the_host(more: dict[str, Any]) -> None:
+    """What is held there is copied, compared and updated by it."""
+    Config.from_options({"cuda_graph": True})
+    with pytest.raises(ConfigError, match=r"cuda_graph=True and offload_\w+.share=.*Leave out one"):
+        Config.from_options({"cuda_graph": True, **more})
+
+
 @pytest.mark.parametrize("max_nodes", [-1, -100])
 def test_recompute_refuses_negative_numbers(max_nodes: int) -> None:
     """As the other passes do; 0 is the way to say none."""
