@@ -93,9 +93,9 @@ def check_shares(config: Config) -> None:
     held = [one for one in (config.offload_states, config.offload_activations) if one.share]
     if config.cuda_graph and held:
         raise ConfigError(
-            f"cuda_graph=True and {held[0].name}.share={held[0].share:g}: a CUDA graph replays what the GPU does, and "
-            "not what the host does beside it: copies that wait for its updates, and comparisons "
-            "with what somebody has written meanwhile. Leave out one of them."
+            f"cuda_graph=True and {held[0].name}.share={held[0].share:g}: a CUDA graph replays "
+            "what the GPU does, and not what the host does beside it: copies that wait for its "
+            "updates, and comparisons with what somebody has written meanwhile. Leave out one."
         )
     if config.offload_states.update is Place.DEVICE and config.host_budget != NO_BUDGET:
         raise ConfigError(
