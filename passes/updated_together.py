@@ -71,13 +71,16 @@ class Together:
 
 
 def updated_together(graph: StepGraph, layout: OptimizerLayout) -> list[Together]:
-    """What one fused update takes, in order."""
+    """What one fused update takes, in order: of one group, and where parameters live."""
     found = []
     for ready in ready_together(graph, layout):
         for index in range(len(layout.kernels)):
-            pairs = zip(ready.keys, ready.grads, strict=True)
-            members = [(key, grad) for key, grad in pairs if layout.group[key] == index]
-            if members:
+            by_device: dict[torch.device, list[tuple[str, fx.Node]]] = {}
+            for key, grad in zip(ready.keys, ready.grads, strict=True):
+                if layout.group[key] == index:
+                    device = local_of(layout.parameters[key]).device
+                    by_device.setdefault(device, []).append((key, grad))
+            for members in by_device.values():
                 keys, grads = map(list, zip(*members, strict=True))
                 found.append(Together(ready.place, index, keys, grads))
     return found

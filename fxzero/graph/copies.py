@@ -34,7 +34,9 @@ def elsewhere(graph: StepGraph) -> Iterator[Finding]:
         if node.op == "output":
             continue
         stamp = stamp_of(node)
-        device = node.args[2] if stamp.role is Role.LAUNCH and stamp.lane in _UP else None
+        goes_up = stamp.role is Role.LAUNCH and stamp.lane in _UP
+        wanted = node.args[2] if goes_up and len(node.args) > 2 else None
+        device = wanted if isinstance(wanted, torch.device) else None
         value = node.meta.get("val")
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if not isinstance(tensor, torch.Tensor):

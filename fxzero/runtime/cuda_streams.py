@@ -23,6 +23,9 @@ from fxzero._compat import return_pinned_memory
 from fxzero.graph.stamps import Lane
 from fxzero.sharding import host
 
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for whichever thread's context."""
+
 
 class CudaStreams:
     """Those of one GPU."""
@@ -84,7 +87,8 @@ class CudaStreams:
         if not memory.nbytes:
             return lambda: None
         with torch.cuda.device(self.device):
-            failed = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+            register = torch.cuda.cudart().cudaHostRegister
+            failed = int(register(memory.data_ptr(), memory.nbytes, _PORTABLE))
             if failed:
                 # CUDA tells of it again at the next kernel: let that be this one.
                 with contextlib.suppress(RuntimeError):

@@ -56,7 +56,12 @@ def _a_gpu_for_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def on_gpu(
-    *, offload: bool, zero: int = 0, world_size: int = 1, frozen: bool = False
+    *,
+    offload: bool,
+    zero: int = 0,
+    world_size: int = 1,
+    frozen: bool = False,
+    ignored: bool = False,
 ) -> Iterator[nn.Module]:
     """A small model that computes there, and whose parameters are the host's, or not."""
     torch._dynamo.reset()
@@ -67,7 +72,9 @@ def on_gpu(
         with _compat.fake_tensors(), torch.device(CPU if offload else GPU):
             model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 8))
             model[0].requires_grad_(not frozen)
-            fxzero.shard(model, zero, mesh=mesh, offload=offload)
+            alone = [nn.Parameter(torch.empty(16, device=GPU))] if ignored else []
+            model[0].bias = alone[0] if ignored else model[0].bias
+            fxzero.shard(model, zero, mesh=mesh, offload=offload, ignored=alone)
             if offload:
                 specs = param_specs(model).items()
                 replace_specs(model, {n: dataclasses.replace(s, device=GPU) for n, s in specs})
@@ -83,6 +90,7 @@ def graph_of(
     zero: int = 0,
     world_size: int = 1,
     frozen: bool = False,
+    ignored: bool = False,
     **rest: Any,
 ) -> tuple[StepGraph, torch.optim.Optimizer]:
     """The scheduled graph of a step, and what trains."""
@@ -92,8 +100,8 @@ def graph_of(
         compilation.keep_graphs = True
         found.append(compilation)
 
-    where = on_gpu(offload=offload, zero=zero, world_size=world_size, frozen=frozen)
-    with where as model, observed(keep):
+    sharded = {"zero": zero, "world_size": world_size, "frozen": frozen, "ignored": ignored}
+    with on_gpu(offload=offload, **sharded) as model, observed(keep):
         made = OPTIMIZERS[optimizer](model.parameters())
         mse = nn.functional.mse_loss
         step = fxzero.compile_step(model, made, mse, options={**EAGER, **options}, **rest)
@@ -249,6 +257,16 @@ def test_parameters_that_nobody_updates_are_copied_too(memory: str) -> None:
         (launch,) = node.users
         assert launch.target is copies.upload
         assert set(frozen) == set(launch.all_input_nodes)
+    verify(graph, _ALL, after="join_copies")
+
+
+def test_what_shard_ignores_is_updated_where_it_is() -> None:
+    """Beside parameters of its layer, in an update of its own: no kernel takes both."""
+    with pytest.warns(FxZeroWarning, match=r"leaves update_1 on the device.*ignored="):
+        graph, _ = graph_of({"memory": "states_host"}, ignored=True)
+    for update in of_role(graph, Role.UPDATE):
+        on_host = isinstance(update.target, copies.HostUpdate)
+        assert devices(update.all_input_nodes) == {CPU if on_host else GPU}
     verify(graph, _ALL, after="join_copies")
 
 
