@@ -20,6 +20,11 @@ Who = str
 Clock = dict[Who, int]
 
 
+def thread() -> Who:
+    """The calling thread, as one who acts."""
+    return f"thread {threading.current_thread().name}"
+
+
 @dataclass(frozen=True)
 class Access:
     """Some bytes, used by somebody."""

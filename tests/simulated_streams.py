@@ -14,12 +14,10 @@ device that nobody holds any more is given out again at once, as by the fastest 
 from __future__ import annotations
 
 import contextlib
-import queue
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from typing import Any
 from unittest import mock
 
@@ -27,19 +25,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxzero.disk.store import DiskStore
 from fxzero.graph.stamps import Lane
-from fxzero.runtime import disk_streams, lanes, streams
-from fxzero.runtime.disk_buffers import Buffer, Ring
-from tests.races import Clock, Memory, Races
+from fxzero.runtime import lanes, streams
+from tests.handed_over import buffers_hand_over, disks_fill, futures_hand_over, queues_hand_over
+from tests.races import Clock, Memory, Races, thread
 
 COMPUTE = "stream compute"
 _local = threading.local()
-
-
-def thread() -> str:
-    """The calling thread, as one who acts."""
-    return f"thread {threading.current_thread().name}"
 
 
 class Event:
@@ -269,99 +261,20 @@ def _place() -> str:
     return "?"
 
 
-# -- what threads hand to each other
-
-
-class Queue(queue.SimpleQueue[Any]):
-    """Who takes something out knows what the one who has put it in knew."""
-
-    races: Races
-
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Hand over."""
-        super().put((self.races.hand_over(thread()), item), block, timeout)
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Take."""
-        known, item = super().get(block, timeout)
-        self.races.learn(thread(), known)
-        return item
-
-
-@contextlib.contextmanager
-def _futures_hand_over(races: Races) -> Iterator[None]:
-    """Who waits for a future knows what the one who has done it knew."""
-    set_result, result = Future.set_result, Future.result
-
-    def hand_over(self: Future[Any], value: Any) -> None:
-        vars(self)["known"] = races.hand_over(thread())
-        set_result(self, value)
-
-    def take(self: Future[Any], timeout: float | None = None) -> Any:
-        value = result(self, timeout)
-        for known in (vars(self).get("known"), vars(self).get("of_disk")):
-            if known is not None:
-                races.learn(thread(), known)
-        return value
-
-    with (
-        mock.patch.object(Future, "set_result", hand_over),
-        mock.patch.object(Future, "result", take),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _disks_fill(world: World) -> Iterator[None]:
-    """A read of the disk writes to its buffer, from when it is asked for until who asks waits."""
-    start = DiskStore.start_reading
-    count = iter(range(1 << 30))
-
-    def reading(self: DiskStore, piece: Any, buffer: memoryview) -> Future[None]:
-        who = f"read {next(count)} of the disk"
-        world.races.learn(who, world.races.hand_over(thread()))
-        target = torch.frombuffer(buffer, dtype=torch.uint8)
-        world.use(target, who, writes=True, where=piece.section)
-        future = start(self, piece, buffer)
-        vars(future)["of_disk"] = world.races.hand_over(who)
-        return future
-
-    with mock.patch.object(DiskStore, "start_reading", reading):
-        yield
-
-
-@contextlib.contextmanager
-def _buffers_hand_over(races: Races) -> Iterator[None]:
-    """Who takes a buffer knows what the one who has given it back knew."""
-    given: dict[int, Clock] = {}
-    give, take = Ring.give, Ring.take
-
-    def hand_over(self: Ring, buffer: Buffer) -> None:
-        given[id(buffer)] = races.hand_over(thread())
-        give(self, buffer)
-
-    def taken(self: Ring, is_over: Callable[[], bool] = lambda: False) -> Buffer | None:
-        buffer = take(self, is_over)
-        if buffer is not None:
-            races.learn(thread(), given.get(id(buffer), {}))
-        return buffer
-
-    with mock.patch.object(Ring, "give", hand_over), mock.patch.object(Ring, "take", taken):
-        yield
-
-
 @contextlib.contextmanager
 def simulated_streams() -> Iterator[World]:
     """Let the CPU be behind the threads that launch, for graphs that run inside."""
     races = Races()
     world = World(races)
-    kind = type("QueueOfRaces", (Queue,), {"races": races})
+
+    def writes(tensor: Tensor, who: str, where: str) -> None:
+        world.use(tensor, who, writes=True, where=where)
+
     with (
-        _futures_hand_over(races),
-        _disks_fill(world),
-        _buffers_hand_over(races),
-        mock.patch.object(lanes, "SimpleQueue", kind),
-        mock.patch.object(disk_streams, "SimpleQueue", kind),
+        futures_hand_over(races),
+        disks_fill(races, writes),
+        buffers_hand_over(races),
+        queues_hand_over(races),
         mock.patch.dict(lanes._workers, clear=True),
         mock.patch.dict(streams.MAKERS, {"cpu": lambda _: world}),
         mock.patch.dict(streams._made, clear=True),

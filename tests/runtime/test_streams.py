@@ -22,7 +22,8 @@ from fxzero.runtime.arena import HostArena
 from fxzero.runtime.lanes import drain, worker
 from fxzero.runtime.residents import Resident, _residents, release
 from tests.parity.test_offload import EAGER, VALUES, Training, held_by
-from tests.simulated_streams import World, simulated_streams, thread
+from tests.races import thread
+from tests.simulated_streams import World, simulated_streams
 
 CPU = torch.device("cpu")
 HOST_STEP = {**EAGER, "memory": "states_host"}
