@@ -182,6 +182,39 @@ def test_a_whole_step_holds_all_on_the_host() -> None:
     assert step_of(on_gpu(model_of()))._config.memory == "all_host"
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"memory": "states_host"},
+        {"memory": "states_host", "offload_states": {"update": "device"}},
+    ],
+    ids=str,
+)
+def test_whole_steps_have_the_bits_of_a_model_that_is_on_the_device(
+    options: dict[str, Any], frozen: bool
+) -> None:
+    """Parameters that nobody updates are copied, too."""
+    left = []
+    for offload in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        model[0].requires_grad_(not frozen)
+        fxzero.shard(model, offload=offload)
+        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1)
+        own = {**EAGER, **(options if offload else {})}
+        step = fxzero.compile_step(model, optimizer, nn.functional.mse_loss, options=own)
+        losses = []
+        for i in range(3):
+            torch.manual_seed(i)
+            losses.append(step(torch.randn(6, 4), torch.randn(6, 2)).loss)
+        state = [v for one in optimizer.state.values() for v in one.values()]
+        left.append([t.detach().clone() for t in (*losses, *model.parameters(), *state)])
+    assert all(map(torch.equal, *left))
+
+
 class Writes(nn.Linear):
     """Changes a parameter in its forward."""
 
