@@ -2,8 +2,8 @@
 
     python examples/benchmarks/host_adam.py --json host_adam.json
 
-One AdamW update of some millions of fp32 parameters on one thread, as a step runs it for what lives in
-the host's memory (`fxzero.runtime.updates.adamw`: torch's fused kernel), and by DeepSpeedCPUAdam
+One AdamW update of some millions of fp32 parameters on one thread, as a step runs it for what lives
+in the host's memory (`fxzero.runtime.updates.adamw`: torch's fused kernel), and by DeepSpeedCPUAdam
 (``pip install -e '.[peers]'``; it compiles itself with g++ and ninja), in turns, on equal numbers.
 """
 
