@@ -161,6 +161,22 @@ def unsaved_bytes(compilation: Compilation) -> int:
     return sum(value.saved_bytes for value in made.values)
 
 
+def test_what_has_time_to_be_moved_is_not_repeated() -> None:
+    """Each level of what is repeated decides anew what goes to the host: together they do with less
+    repetition than one of them alone."""
+    repeated = []
+    for share in (0.0, 1.0):
+        options = {
+            **EAGER,
+            "memory_budget": between(0.93),
+            "offload_activations": {"share": share, "min_bytes": 1},
+        }
+        found = compiled_step(BUILD, options=options, zero=0, world_size=1)
+        assert peak_bytes(found) <= int(between(0.93))
+        repeated.append(unsaved_bytes(found))
+    assert repeated[1] < repeated[0]
+
+
 @pytest.mark.parametrize(("rate", "share"), [("1KB/s", 0.0), ("100GB/s", 1.0)])
 def test_without_a_budget_what_costs_nothing_moves(rate: str, share: float) -> None:
     """All state, or none of it."""
