@@ -17,7 +17,7 @@ from fxzero.errors import VerificationError
 from fxzero.graph.left_out import LeftOut
 from fxzero.graph.node_text import node_line
 from fxzero.graph.pieces import Pieces, called
-from fxzero.graph.stamps import Lane, Phase, Role, Segment, Stamp, set_stamp, stamp_of
+from fxzero.graph.stamps import STAMP, Lane, Phase, Role, Segment, Stamp, set_stamp, stamp_of
 from fxzero.sharding.params import ParamSpec
 from fxzero.transfer import Transfer, TransferKind
 
@@ -208,7 +208,7 @@ class StepGraph:
         boundary = role in (Role.INPUT, Role.OUTPUT)
         found = [n for n in self.graph.nodes if boundary or n.op not in ("placeholder", "output")]
         if role is not None:
-            found = [node for node in found if stamp_of(node).role is role]
+            found = _with_role(found, role)
         if phase is not None:
             found = [node for node in found if stamp_of(node).phase is phase]
         if segment is not None:
@@ -339,6 +339,14 @@ class StepGraph:
             lines += ["", f"{piece.__name__}:"]
             lines += [f"    {node_line(node)}" for node in piece.body.nodes]
         return "\n".join(lines)
+
+
+def _with_role(nodes: list[fx.Node], role: Role) -> list[fx.Node]:
+    """Of some nodes those of one role: asked so often that a call for each would be noticed."""
+    try:
+        return [node for node in nodes if node.meta[STAMP].role is role]
+    except KeyError:
+        return [node for node in nodes if stamp_of(node).role is role]  # says which has none
 
 
 def _index_of(part: fx.Node) -> int:
