@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxzero._compat import copy_node, create_node, fake_mode_of, has_symbolic_shape
+from fxzero._compat import (
+    copy_node,
+    create_node,
+    fake_mode_of,
+    graph_module,
+    has_symbolic_shape,
+)
 from fxzero.errors import VerificationError
 from fxzero.graph.left_out import LeftOut
 from fxzero.graph.node_text import node_line
@@ -304,7 +310,7 @@ class StepGraph:
         for node in self.graph.nodes:
             copies[node] = copy_node(graph, node, copies.__getitem__)
         other = StepGraph(
-            fx.GraphModule(self.module, graph),
+            graph_module(self.module, graph),
             num_forward_outputs=self.num_forward_outputs,
             specs=self.specs,
             inputs={copies[node]: key for node, key in self.inputs.items()},
