@@ -61,6 +61,7 @@ def ranks() -> Iterator[Pools]:
     pools.close()
 
 
+@pytest.hookimpl(trylast=True)  # once it is known which of them run
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put tests of several processes where the second of two workers begins, sorted by world size.
 
