@@ -4,9 +4,9 @@
     Prefetch(distance="2")                                 →   ConfigError, by `check_types`
 
 Types are `bool`, `int`, `float`, `str`, an `Enum` (by its value too), another such dataclass, a
-tuple of one of them (a list in a mapping), and each of them or None. A number is finite, and a
-whole one fits 64 bits; a `Size` may be one too. Nothing is converted that somebody may not have
-meant: ``"2"`` is no number, ``1`` is no ``true``.
+tuple of one of them (a list in a mapping), and each of them, or an `Enum`'s member, or None. A
+number is finite, and a whole one fits 64 bits; a `Size` may be one too. Nothing is converted that
+somebody may not have meant: ``"2"`` is no number, ``1`` is no ``true``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import operator
 import types
 import typing
 from collections.abc import Mapping
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any, TypeVar, Union
 
 from fxzero.errors import ConfigError, nearest
@@ -31,6 +31,16 @@ class Size(str):
 
     __slots__ = ()
 
+
+class Auto(StrEnum):
+    """What is not said but left to be decided."""
+
+    AUTO = "auto"
+
+
+Share = float | Auto | None
+"""A part of a whole: between 0 and 1, ``auto`` to have it decided, None for what another setting
+says."""
 
 LARGEST = (1 << 63) - 1
 
@@ -100,14 +110,20 @@ def at_least(where: str, value: float | None, least: int) -> None:
         raise ConfigError(f"{where}={value} must {must}")
 
 
-def a_share(where: str, value: float | None) -> None:
-    """See that a number is a part of a whole; None is.
+def a_share(where: str, value: Share) -> None:
+    """See that a number is a part of a whole; None is, and what is to be decided.
 
     Raises:
         ConfigError: it is not.
     """
-    if value is not None and not 0 <= value <= 1:
+    if value is not None and not isinstance(value, Auto) and not 0 <= value <= 1:
         raise ConfigError(f"{where}={value} must be between 0 and 1")
+
+
+def decided(share: Share) -> float:
+    """A part of a whole that somebody has said, or decided."""
+    assert not isinstance(share, Auto)
+    return share or 0.0
 
 
 _fields: dict[type[Any], dict[str, Any]] = {}
@@ -133,7 +149,13 @@ def convert(hint: Any, value: Any, where: str) -> Any:
     if typing.get_origin(hint) in (Union, types.UnionType):
         if value is None:
             return None
-        (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
+        words, (hint,) = _words_of(hint)
+        if words is not None and isinstance(value, str):
+            choices = [member.value for member in words]
+            if value not in choices:
+                shown = f"{where}={_shown(value)}"
+                raise ConfigError(f"{shown} must be {_PROBLEMS[hint](value)} or {choices[0]!r}")
+            return words(value)
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{where}={_shown(value)} must be a list")
@@ -153,6 +175,15 @@ def convert(hint: Any, value: Any, where: str) -> Any:
     if problem:
         raise ConfigError(f"{where}={_shown(value)} must be {problem}")
     return value
+
+
+def _words_of(hint: Any) -> tuple[type[Enum] | None, list[Any]]:
+    """Of several types, one whose members may stand for a value of another one; and the others."""
+    kinds = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+    if len(kinds) == 1:
+        return None, kinds
+    (words,) = (kind for kind in kinds if issubclass(kind, Enum))
+    return words, [kind for kind in kinds if kind is not words]
 
 
 def _member(kind: type[Enum], value: Any, where: str) -> Enum:

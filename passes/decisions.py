@@ -15,7 +15,7 @@ from fxzero._compat import default_store
 from fxzero.graph import StepGraph
 from fxzero.graph.digest import graph_digest
 from fxzero.schedule.agreement import agree
-from fxzero.settings import plain
+from fxzero.settings import Auto, plain
 
 if TYPE_CHECKING:
     from fxzero.passes.base import Context
@@ -38,6 +38,13 @@ class Planned(Protocol):
     def decision(self, digest: str, step: DecidingPass[Any]) -> Any:
         """What a pass shall do to the graph of a digest; None if that is to be decided."""
         ...
+
+
+def _differs(step: DecidingPass[Any], before: Mapping[str, Any]) -> bool:
+    """Whether a pass is told otherwise than before, but for what was left to be decided."""
+    now = plain(step)
+    said = {name: value for name, value in before.items() if value != Auto.AUTO}
+    return {name: now.get(name) for name in said} != said
 
 
 @dataclass
@@ -74,7 +81,7 @@ class Decisions:
         if planned is not None and self.plan is not None:
             self.replayed.add(step.name)
             before = self.plan.settings.get(step.name)
-            if before is not None and plain(step) != before and step != type(step)():
+            if before is not None and _differs(step, before) and step != type(step)():
                 ctx.warnings.append(
                     f"{step} has no effect: the plan decides, which was made with {before}. Drop "
                     f"{step.name} from the plan to decide it anew, or the setting."

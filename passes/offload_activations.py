@@ -38,7 +38,7 @@ from fxzero.runtime import copies
 from fxzero.runtime.arena import aligned
 from fxzero.schedule.copy_times import Timeline
 from fxzero.schedule.storage import Kind, storages_of
-from fxzero.settings import a_share, at_least
+from fxzero.settings import Share, a_share, at_least, decided
 from fxzero.sharding.host import HOST
 from fxzero.transfer import PCIE_DOWN, PCIE_UP, Pool, Transfer, TransferKind
 
@@ -256,7 +256,7 @@ class OffloadActivations(DecidingPass[Moved]):
     doors: ClassVar[frozenset[Door]] = frozenset({Door.STEP})
     decides: ClassVar[type[Any]] = Moved
 
-    share: float = 0.0
+    share: Share = None
     """In whole steps: the part of the bytes that forward saves for backward that may go to the
     host's memory, as far as there is time for it; what is made first goes first."""
     min_bytes: int = 1 << 20
@@ -276,7 +276,7 @@ class OffloadActivations(DecidingPass[Moved]):
         first = by_step[0] if by_step else []
         timeline = Timeline(graph, ctx.costs, ctx.throttle, fuses=ctx.fuses)
         saved_bytes = sum(num_bytes(saved.node) for saved in first)
-        go = chosen(first, timeline, self.share * saved_bytes)
+        go = chosen(first, timeline, decided(self.share) * saved_bytes)
         positions = [first.index(saved) for saved in go]
         names = [own[i].node.name for own in by_step for i in positions if i < len(own)]
         moved_bytes = sum(num_bytes(saved.node) for saved in go)

@@ -25,7 +25,7 @@ from fxzero.passes.base import Context, Door, Fact, Notes
 from fxzero.passes.decision import DecidingPass, Decision
 from fxzero.passes.parameter_copies import emit_upload
 from fxzero.passes.streamed_updates import of_states
-from fxzero.settings import a_share, at_least
+from fxzero.settings import Share, a_share, at_least, decided
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class OffloadParams(DecidingPass[Brought]):
     doors: ClassVar[frozenset[Door]] = frozenset({Door.STEP})
     decides: ClassVar[type[Any]] = Brought
 
-    share: float | None = None
+    share: Share = None
     """In whole steps: the part of the parameters' bytes that is brought to the device for each
     forward and each backward that reads it, and not once a step. Their state is on the host: it
-    cannot be more than `offload_states.share`. None, the default, is what `memory` says: 1 with
-    ``all_host``, else 0."""
+    cannot be more than `offload_states.share`. ``auto`` decides it by cost, within a
+    `memory_budget`. None, the default, is what `memory` says: 1 with ``all_host``, else 0."""
     in_flight: int | None = None
     """Most copies that are on their way, or there and not read yet. None starts as many as have to
     be to be there in time."""
@@ -95,7 +95,7 @@ class OffloadParams(DecidingPass[Brought]):
         """Take those that are read first: what is read last would soon be brought again."""
         uploads = _copies_of_params(graph)
         every_bytes = sum(copy.record.full_bytes for copy in uploads)
-        wanted_bytes = (self.share or 0.0) * every_bytes
+        wanted_bytes = decided(self.share) * every_bytes
         chosen: list[str] = []
         taken_bytes = 0
         for copy in uploads:

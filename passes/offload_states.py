@@ -57,7 +57,7 @@ from fxzero.passes.updates_on_host import (
 )
 from fxzero.runtime.arena import aligned
 from fxzero.runtime.optimizers import fused_on
-from fxzero.settings import a_share, at_least
+from fxzero.settings import Share, a_share, at_least, decided
 from fxzero.sharding.host import HOST
 from fxzero.transfer import Pool
 
@@ -122,10 +122,12 @@ class OffloadStates(DecidingPass[Offloaded]):
     doors: ClassVar[frozenset[Door]] = frozenset({Door.STEP})
     decides: ClassVar[type[Any]] = Offloaded
 
-    share: float | None = None
+    share: Share = None
     """In whole steps: the part of the parameters' bytes whose optimizer state, and fp32 masters,
     live in the host's memory and are updated there; the buckets whose gradients come first go
-    first. None, the default, is what `memory` says: 1 with ``states_host``, else 0."""
+    first. ``auto`` decides it by cost: as much as makes the step no slower, or within a
+    `memory_budget` as much as makes it fastest. None, the default, is what `memory` says: 1 with
+    ``states_host``, else 0."""
     ahead: bool = True
     """Copy parameters back to the device as soon as they are updated, where their copies then stay
     from step to step; else in the step that needs them, until it has read them last. Under a
@@ -175,7 +177,7 @@ class OffloadStates(DecidingPass[Offloaded]):
         self._refuse(graph, ctx)
         movable = [u for u in self._movable(graph, ctx) if self._homes_of(graph, u, ctx)]
         every_bytes = sum(num_bytes(p) for update in movable for p in params_of(update))
-        wanted_bytes = (self.share or 0.0) * every_bytes
+        wanted_bytes = decided(self.share) * every_bytes
         chosen: list[fx.Node] = []
         taken_bytes = 0
         for update in movable:
@@ -192,9 +194,9 @@ class OffloadStates(DecidingPass[Offloaded]):
         elif movable and not chosen:
             least = sum(map(num_bytes, params_of(movable[0])))
             ctx.warnings.append(
-                f"offload_states.share={self.share:g} moves nothing: the bucket whose gradients "
-                f"come first has {least} of {every_bytes} bytes. Raise it, or make buckets smaller "
-                "(bucket.cap_bytes)."
+                f"offload_states.share={decided(self.share):g} moves nothing: the bucket whose "
+                f"gradients come first has {least} of {every_bytes} bytes. Raise it, or make "
+                "buckets smaller (bucket.cap_bytes)."
             )
         return Offloaded(
             tuple(update.name for update in chosen),
@@ -235,7 +237,7 @@ class OffloadStates(DecidingPass[Offloaded]):
     def _refuse(self, graph: StepGraph, ctx: Context) -> None:
         layout = ctx.optimizer
         assert layout is not None
-        asked = f"offload_states.share={self.share:g}"
+        asked = f"offload_states.share={decided(self.share):g}"
         if not layout.kernels:
             raise ConfigError(
                 f"{asked}: {layout.name} runs its own step() here, which offload cannot take "

@@ -8,12 +8,20 @@ several; the first to be done takes over half of what the other has left, from i
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    # One folder for all workers and their ranks, for this run: a region is compiled once. Before
+    # fxzero is imported, as torch then names a folder that all runs on the machine share.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fxzero-inductor-")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 if not torch.cuda.is_available():
     # Triton decides when its functions are defined, its own included, whether they will be
@@ -36,22 +44,6 @@ def pytest_configure(config: pytest.Config) -> None:
     before this file."""
     config.addinivalue_line("filterwarnings", "error::fxzero.errors.FxZeroWarning")
     garbage.keep_house_less_often()
-    if not hasattr(config, "workerinput"):
-        _share_what_inductor_compiles(config)
-
-
-def _share_what_inductor_compiles(config: pytest.Config) -> None:
-    """One folder for all workers and their ranks, for this run: a region is compiled once."""
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        return
-    folder = tempfile.TemporaryDirectory(prefix="fxzero-inductor-", ignore_cleanup_errors=True)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
-
-    def remove() -> None:
-        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-        folder.cleanup()
-
-    config.add_cleanup(remove)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,6 +61,7 @@ def ranks() -> Iterator[Pools]:
     pools.close()
 
 
+@pytest.hookimpl(trylast=True)  # once it is known which of them run
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put tests of several processes where the second of two workers begins, sorted by world size.
 

@@ -21,6 +21,7 @@ from examples import failures, train
 from examples.models import GPTConfig
 from examples.settings import Settings
 from fxzero import Config
+from tests.tiers import exhaustive
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = "data.max_bytes=200000"
@@ -255,9 +256,11 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("fxzero.prefech.distance=2", "did you mean 'prefetch'?"),
         ("data.path=nowhere.txt", "data.path=nowhere.txt: no such file"),
-        ("--nope", "Hydra knows no such option: --hydra-help"),
+        *exhaustive(
+            ("fxzero.prefech.distance=2", "did you mean 'prefetch'?"),
+            ("--nope", "Hydra knows no such option: --hydra-help"),
+        ),
     ],
 )
 def test_under_torchrun_the_sentence_stands_last_and_once(override: str, message: str) -> None:
@@ -282,7 +285,7 @@ def test_under_torchrun_the_sentence_stands_last_and_once(override: str, message
 
 @pytest.mark.slow
 def test_alone_there_is_nothing_but_the_sentence(tmp_path: Path) -> None:
-    """And exit code 2; `--help` and `--cfg job` show every setting, and end with 0."""
+    """And exit code 2."""
     folder = f"hydra.run.dir={tmp_path}"
     result = run("examples/train.py", folder, "model.num_layer=2")
     assert result.returncode == 2
@@ -290,11 +293,16 @@ def test_alone_there_is_nothing_but_the_sentence(tmp_path: Path) -> None:
         "model.num_layer: model has no setting 'num_layer': did you mean 'num_layers'? Known: "
         "_target_, bias, block_size, dropout, hidden, num_heads, num_layers, vocab_size\n"
     )
-    for option in (["--help"], ["--cfg", "job"]):
-        shown = run("examples/train.py", *option)
-        assert shown.returncode == 0, shown.stderr
-        for name in ("min_logits_bytes", "num_layers", "weight_decay", "sample_length"):
-            assert f"{name}:" in shown.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["--cfg=job", *exhaustive("--help")])
+def test_every_setting_is_shown(option: str) -> None:
+    """And the exit code is 0."""
+    shown = run("examples/train.py", option)
+    assert shown.returncode == 0, shown.stderr
+    for name in ("min_logits_bytes", "num_layers", "weight_decay", "sample_length"):
+        assert f"{name}:" in shown.stdout
 
 
 def test_a_config_that_there_is_not() -> None:
@@ -308,15 +316,18 @@ def test_a_config_that_there_is_not() -> None:
 
 
 @pytest.mark.slow
-def test_a_tiny_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("regions", ["eager", *exhaustive("inductor")])
+def test_a_tiny_run(tmp_path: Path, regions: str) -> None:
     """It says what it compiles, trains, samples from a whole copy, and leaves its settings."""
     result = run(
         *(*TORCHRUN, "examples/train.py", f"hydra.run.dir={tmp_path}", SMALL, "trainer.steps=2"),
         *("model=gpt_tiny", "model.num_layers=2", "model.hidden=16", "trainer.val_batches=1"),
         *("trainer.sample_length=5", "trainer.micro_batches=2", "model.vocab_size=256"),
+        f"fxzero.lower_regions.backend={regions}",
     )
     assert result.returncode == 0, result.stderr
-    for said in ("compiling the step", "regions in", "the first step is done", "final loss: train"):
+    compiled = ["regions in"] if regions == "inductor" else []
+    for said in ("compiling the step", *compiled, "the first step is done", "final loss: train"):
         assert said in result.stdout
     kept = OmegaConf.load(tmp_path / "config.yaml")
     assert kept.fxzero.prefetch.keep is True

@@ -6,7 +6,8 @@ A GPT in fp32 with AdamW by `fxzero.compile_step`, in one process on one thread,
 
     none         all of it on the device
     states_host  optimizer state and masters on the host, updated there (ZeRO-Offload)
-    delay        the same, each update beside the next step's compute; its losses are others
+    on_device    optimizer state on the host, updated on the device, which it streams through
+    delay        states_host, each update beside the next step's compute; its losses are others
     all_host     and parameters on the device where they are used alone (ZeRO-3 Offload)
     infinity     and all of it on disk: on the host is what is on its way (ZeRO-Infinity)
     activations  what forward saves for backward goes to the host and comes back, as far as there is
@@ -51,6 +52,7 @@ from fxzero.schedule.simulate import simulate_memory
 MODES: dict[str, dict[str, Any]] = {
     "none": {},
     "states_host": {"memory": "states_host"},
+    "on_device": {"memory": "states_host", "offload_states": {"update": "device"}},
     "delay": {"memory": "states_host", "offload_states": {"delay": 1}},
     "all_host": {"memory": "all_host"},
     "infinity": {"memory": "infinity"},
@@ -228,7 +230,7 @@ def main(
                 lane: contender.moved_bytes[lane] / throttle.bytes_per_s(Lane(lane))
                 for lane in LANES
             },
-            "update": alone_s if contender.name != "none" else 0.0,
+            "update": alone_s if contender.name not in ("none", "on_device") else 0.0,
         }
         bound = max(bounds, key=bounds.__getitem__)
         measured = min(allocated_peak_bytes(contender.step) for _ in range(2))

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from fxzero._compat.fakes import fake_mode_of_tensor
 
@@ -178,6 +179,14 @@ def copy_node(
         copy.type = node.type
     set_meta(copy, dict(node.meta))
     return copy
+
+
+def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """``fx.GraphModule(root, graph)``, whose code is written once somebody runs or reads it.
+
+    Of the copies of a graph that a search tries and measures, none is run.
+    """
+    return _LazyGraphModule(root, graph)
 
 
 def set_args(node: fx.Node, args: tuple[Any, ...]) -> None:

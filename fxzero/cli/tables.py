@@ -67,9 +67,13 @@ def print_schedule(console: Console, row: ScheduleRow) -> None:
 
 def print_memory(console: Console, report: MemoryReport) -> None:
     """A row a layer, equal ones folded, and what is held over time."""
+    if report.rungs:
+        console.print(_rungs_table(report))
     has_parts = any(row.partitioned for row in report.rows)
+    has_moved = any(row.moved_bytes for row in report.rows)
     parts = ["in parts", "not kept", "gathering takes"] if has_parts else []
-    columns = ["kept", "repeated", "not kept", "repeating takes", *parts, "gathered"]
+    moved = ["on the host"] if has_moved else []
+    columns = ["kept", *moved, "repeated", "not kept", "repeating takes", *parts, "gathered"]
     table = Table("layers", *columns)
     for column in range(1, 1 + len(columns)):
         table.columns[column].justify = "right"
@@ -84,6 +88,7 @@ def print_memory(console: Console, report: MemoryReport) -> None:
         table.add_row(
             name if count == 1 else f"{name} … {row.layers[-1]} ({count})",
             size(row.kept_bytes),
+            *([size(row.moved_bytes)] if has_moved else []),
             str(row.repeated),
             size(row.repeated_bytes),
             f"{row.repeated_us / 1e3:,.2f} ms",
@@ -98,6 +103,22 @@ def print_memory(console: Console, report: MemoryReport) -> None:
         f"layer\n|{report.curve_text()}| {size(max(report.curve, default=0))}",
         highlight=False,
     )
+
+
+def _rungs_table(report: MemoryReport) -> Table:
+    """What was tried to find out what leaves the device."""
+    table = Table("", "saved values", "state", "parameters", "peak", "step")
+    for column in range(1, 6):
+        table.columns[column].justify = "right"
+    for tried in report.rungs:
+        rung = tried.rung
+        table.add_row(
+            "taken" if tried.taken else "",
+            *(f"{share:.0%}" for share in (rung.activations, rung.states, rung.params)),
+            size(tried.peak_bytes),
+            f"{tried.step_us / 1e3:,.2f} ms",
+        )
+    return table
 
 
 def passes_table(analysis: Analysis) -> Table:

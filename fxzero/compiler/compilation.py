@@ -19,6 +19,7 @@ from fxzero.compiler.config import Config
 from fxzero.compiler.fitting import Fitting
 from fxzero.compiler.memory_budget import NO_BUDGET
 from fxzero.compiler.pipelines import DECIDING, Pipelines
+from fxzero.compiler.placement import Placing, Tried, is_open
 from fxzero.compiler.plan import OtherGraphError, Plan
 from fxzero.compiler.run import PassRecord, run_passes
 from fxzero.cost.throttle import Throttle
@@ -31,6 +32,7 @@ from fxzero.passes.base import Context, Fact, Pass
 from fxzero.passes.decisions import Decisions
 from fxzero.passes.expand_layers import UnequalLayersError
 from fxzero.passes.gather_ahead import GatherAhead
+from fxzero.passes.offload_params import OffloadParams
 from fxzero.passes.release_saved import private_saved
 from fxzero.runtime.executor import executable
 from fxzero.schedule.simulate import simulate_memory
@@ -67,13 +69,17 @@ class Compilation:
     """What the graph's peak was fitted into."""
     stands_for: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By layer, equal ones for which early passes have decided as for it."""
+    rungs: tuple[Tried, ...] = ()
+    """What was tried to find out what leaves the device, where that was left to be decided."""
+    tries: bool = False
+    """Whether what it makes is tried, and may not be taken: warnings wait."""
 
     def __post_init__(self) -> None:
         if self.config.plan:
             self.context.decisions.plan = Plan.read(self.config.plan, DECIDING)
         filled = self.config.filled
         self.context.throttle = self.config.throttle
-        self.context.params_on_host = bool(filled.offload_params.share)
+        self.take(self.pipelines)
         if not filled.offload_states.ahead and not filled.offload_states.share:
             self.context.warnings.append(
                 "offload_states.ahead=False has no effect: no state is offloaded"
@@ -170,10 +176,18 @@ class Compilation:
         if self.keep_graphs:
             self.joint = graph
         budget = self.config.budget
+        if is_open(self.pipelines):
+            self.budget_bytes = Placing(self, graph, budget).run()
+            self.specs = graph.specs
+            return
         if budget is not None and graph.num_forward_outputs < len(graph.output_values):
             self.budget_bytes = Fitting(self, graph, budget).run()
             self.specs = graph.specs
             return
+        self.schedule_freely(graph)
+
+    def schedule_freely(self, graph: StepGraph) -> None:
+        """Decide what happens in the step, and when, whatever it holds."""
         if any(map(self.config.tile_linear.cuts, graph.specs.values())):
             self._schedule(graph, leave_out=False)  # blocks of a layer are no part of it
             return
@@ -217,9 +231,16 @@ class Compilation:
         self.context.fuses = self.config.fuses
         self.context.costs = self.config.cost.make(graph, fuses=self.config.fuses)
 
+    def take(self, pipelines: Pipelines) -> None:
+        """Go on with some passes."""
+        self.pipelines = pipelines
+        self.context.params_on_host = any(
+            isinstance(one, OffloadParams) for one in pipelines.scheduling
+        )
+
     def start_again(self, pipelines: Pipelines) -> None:
         """Forget what was decided and noted: another graph of the same step comes."""
-        self.pipelines = pipelines
+        self.take(pipelines)
         self.records.clear()
         decisions = self.context.decisions
         self.context.decisions = Decisions(decisions.plan, decisions.keep_digest)
@@ -338,6 +359,8 @@ class Compilation:
 
     def warn(self) -> None:
         """Report settings that cannot take effect."""
+        if self.tries:
+            return
         messages, self.context.warnings = self.context.warnings, []
         for message in dict.fromkeys(messages):
             if self.config.strict:

@@ -31,7 +31,7 @@ from fxzero.passes import (
 from fxzero.passes.lower_regions import RegionBackend
 from fxzero.passes.offload_states import Place
 from fxzero.passes.recompute import Policy
-from fxzero.settings import Size, build, check_types
+from fxzero.settings import Auto, Share, Size, build, check_types
 
 
 class MemoryPreset(StrEnum):
@@ -48,6 +48,8 @@ class MemoryPreset(StrEnum):
     L2L = "l2l"
     """One layer at a time (Pudipeddi et al. 2020): and every block is repeated in backward from its
     input, and two layers' parameters are on the device at most."""
+    AUTO = "auto"
+    """What a `memory_budget` asks for, by cost: the fastest step that fits."""
 
 
 PRESETS: dict[MemoryPreset, dict[str, Any]] = {
@@ -66,8 +68,18 @@ PRESETS: dict[MemoryPreset, dict[str, Any]] = {
         "bucket": {"min_bytes": 0},
         "prefetch": {"keep": False},
     },
+    MemoryPreset.AUTO: {
+        "memory_budget": Size("auto"),
+        "offload_states": {"share": Auto.AUTO},
+        "offload_params": {"share": Auto.AUTO},
+        "offload_activations": {"share": Auto.AUTO},
+    },
 }
 """What a name stands for: settings, and those of passes, that have their defaults."""
+
+
+def _shown(share: Share) -> str:
+    return "auto" if isinstance(share, Auto) else f"{share:g}"
 
 
 def check_shares(config: Config) -> None:
@@ -77,14 +89,16 @@ def check_shares(config: Config) -> None:
         ConfigError: it does not: more parameters than optimizer state there, say.
     """
     states, params = config.offload_states.share or 0.0, config.offload_params.share or 0.0
-    if params > states:
+    least = 1.0 if isinstance(states, Auto) else states  # it follows what parameters ask for
+    if not isinstance(params, Auto) and params > least:
         raise ConfigError(
-            f"offload_params.share={params:g} is more than offload_states.share={states:g}: what "
-            "lives on the host is updated there. Raise offload_states.share, or use "
-            "memory='all_host'."
+            f"offload_params.share={_shown(params)} is more than offload_states.share="
+            f"{_shown(states)}: what lives on the host is updated there. Raise "
+            "offload_states.share, or use memory='all_host'."
         )
     if config.offload_states.delay and (params or config.host_budget != NO_BUDGET):
-        what = f"offload_params.share={params:g}" if params else f"host_budget={config.host_budget}"
+        by_disk = f"host_budget={config.host_budget}"
+        what = f"offload_params.share={_shown(params)}" if params else by_disk
         raise ConfigError(
             f"offload_states.delay=1 and {what}: compute would read parameters on the host while "
             "the update of the step before changes them. Use memory='states_host', whose copies "
@@ -128,7 +142,8 @@ class Config:
     is given otherwise stays. ``states_host`` is ``offload_states.share=1``, ``all_host`` that and
     ``offload_params.share=1``, ``infinity`` these and ``host_budget=least``, and ``l2l`` these with
     ``offload_params.in_flight=1``, ``recompute.policy=full``, ``bucket.min_bytes=0`` and
-    ``prefetch.keep=False``, but for the disk."""
+    ``prefetch.keep=False``, but for the disk. ``auto`` leaves all three shares to be decided
+    within ``memory_budget=auto``."""
     host_budget: Size = NO_BUDGET
     """The most that a rank's step may hold in the host's memory of what `memory` moves there; the
     rest goes to disk (`disk.paths`), the buckets whose gradients come first before others. A size
@@ -174,7 +189,7 @@ class Config:
     @property
     def budget(self) -> MemoryBudget | None:
         """The bound on memory, if there is one."""
-        return MemoryBudget.parse(self.memory_budget)
+        return MemoryBudget.parse(self.filled.memory_budget)
 
     @property
     def filled(self) -> Config:
@@ -196,7 +211,7 @@ class Config:
         preset = f" (memory={self.memory.value!r})" if self.memory is not MemoryPreset.NONE else ""
         for one in (self.filled.offload_states, self.filled.offload_activations):
             if one.share:
-                return f"{one.name}.share={one.share:g}{preset}"
+                return f"{one.name}.share={_shown(one.share)}{preset}"
         return ""
 
     @property

@@ -42,7 +42,7 @@ from fxzero.regions.region import CACHE
 from fxzero.schedule.agreement import agree, agreed
 from fxzero.schedule.keep import keepable
 from fxzero.schedule.repetition_levels import Levels
-from fxzero.schedule.simulate import Memory, simulate_memory
+from fxzero.schedule.simulate import Memory, simulate, simulate_memory
 from fxzero.schedule.storage import regions_of
 
 if TYPE_CHECKING:
@@ -103,6 +103,10 @@ class Fitting:
         """How often regions were compiled."""
         self.fixed: tuple[Room, Parts] | None = None
         """What another rank, or an earlier graph of this structure, has decided."""
+        self.start: Scheduled | None = None
+        """What all levels begin with."""
+        self.probed: Trial[Scheduled] | None = None
+        """A trial that was made before the search."""
 
     def run(self) -> int:
         """Let the graph become the fastest step that fits.
@@ -113,12 +117,8 @@ class Fitting:
         Raises:
             ConfigError: nothing fits.
         """
-        log.info("memory_budget=%s: %s a rank", self.budget.text, mebibytes(self.budget_bytes))
-        self._warn_of_sizes()
-        self._run_first()
-        names = " ".join(node.name for node in self.graph.nodes())
-        structure = f"memory {self.budget.text} {self.compilation.pipelines}: {names}"
-        questions = [structure, f"{structure} {self.about}"]
+        self._begin()
+        questions = self._questions()
         while True:
             self._take_what_is_decided(questions[0])
             trial = self._search()
@@ -133,6 +133,35 @@ class Fitting:
         self._become(trial)
         # Of all ranks the first one's peak is within the budget; this one's batch may be another.
         return max(self.budget_bytes, trial.memory.peak_bytes)
+
+    def probe(self) -> Trial[Scheduled]:
+        """The step as it is if nothing is given up for the budget's sake, with its regions
+        compiled: what `run` begins with."""
+        self._begin()
+        self._take_what_is_decided(self._questions()[0])
+        trial = self._attempt(0, self._usual_room())
+        if self._compile_regions(trial.step.graph):
+            self.compiled += 1
+            self._look(trial)
+        if self.fixed is None:
+            self.probed = trial
+        return trial
+
+    def _begin(self) -> None:
+        if self.start is not None:
+            return
+        log.info("memory_budget=%s: %s a rank", self.budget.text, mebibytes(self.budget_bytes))
+        self._warn_of_sizes()
+        self._run_first()
+
+    def _questions(self) -> list[str]:
+        """What ranks must answer alike; the second one where batches differ."""
+        names = " ".join(node.name for node in self.graph.nodes())
+        structure = f"memory {self.budget.text} {self.compilation.pipelines}: {names}"
+        return [structure, f"{structure} {self.about}"]
+
+    def _usual_room(self) -> Room:
+        return self.fixed[0] if self.fixed is not None else Room.USUAL
 
     def _warn_of_sizes(self) -> None:
         if any(is_symbolic(size) for shape in batch_shapes(self.graph) for size in shape):
@@ -162,9 +191,10 @@ class Fitting:
 
     def _search(self) -> Trial[Scheduled] | None:
         """Find the fastest level that fits, by what its regions really take; None if none does."""
-        rooms = self._rooms()
-        usual = self.fixed[0] if self.fixed is not None else Room.USUAL
-        search = self.search = Search(self._attempt, self.budget_bytes, rooms, usual)
+        usual = self._usual_room()
+        search = self.search = Search(self._attempt, self.budget_bytes, self._rooms(), usual)
+        if self.probed is not None and self.fixed is None:
+            search.trials.append(self.probed)
         while True:
             trial = search.run(lambda: self.levels)
             # What is estimated may be more than what is held: the first try of all is what a step
@@ -217,21 +247,30 @@ class Fitting:
         """Schedule the step at a level."""
         graph = self.graph.clone()
         self.context.scratch.clear()
+        assert self.start is not None
         self._restore(self.start)
         parts = None if self.fixed is None else self.fixed[1]
         level = self.context.level = Level(number, room, parts, self.levels)
         facts = self.compilation.run(graph, self.rest, self.start.facts, of=self.passes)
         self.levels = level.levels
         step = Scheduled(graph, self.compilation.records[:], self.context.decisions, facts)
-        order = step.order
         again = sum(
             transfer.record.full_bytes
             for transfer in keepable(graph, graph.transfers())
             if transfer.stamp.micro_step == 0
         )
-        trial = Trial(number, room, step, _NOTHING, 0, order.step_us, order.exposed_us, again)
+        step_us, exposed_us = self._time_of(step)
+        trial = Trial(number, room, step, _NOTHING, 0, step_us, exposed_us, again)
         self._look(trial)
         return trial
+
+    def _time_of(self, step: Scheduled) -> tuple[float, float]:
+        """What a step takes, and how long compute stands still in it. The order of its transfers
+        between ranks says that; of what copies take its graph knows."""
+        if not any(transfer.is_copy for transfer in step.graph.transfers()):
+            return step.order.step_us, step.order.exposed_us
+        found = simulate(step.graph, self.context.costs, fuses=self.config.fuses)
+        return found.makespan_us, found.exposed_us
 
     def _look(self, trial: Trial[Scheduled]) -> None:
         """Simulate a try's memory, by what is known of its regions now."""

@@ -69,6 +69,15 @@ class MemoryBudget:
         return int(self.share * device_bytes())
 
 
+class TooSmallError(ConfigError):
+    """A budget that nothing fits into."""
+
+    def __init__(self, message: str, least_bytes: int) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+        """The least that was found."""
+
+
 def too_small(
     budget: MemoryBudget,
     budget_bytes: int,
@@ -78,7 +87,7 @@ def too_small(
     *,
     whole: bool,
     given: str = "",
-) -> ConfigError:
+) -> TooSmallError:
     """What is said where nothing fits.
 
     Args:
@@ -94,11 +103,12 @@ def too_small(
     parts = sorted(least.by_kind().items(), key=lambda item: -item[1])
     parts += [("gradients of an earlier backward", standing_bytes)]
     made_of = ", ".join(f"{kind.replace('_', ' ')} {mebibytes(b)}" for kind, b in parts if b)
-    return ConfigError(
+    return TooSmallError(
         f"memory_budget={budget.text!r} ({mebibytes(budget_bytes)}) is less than this {what} can "
         f"do with: {mebibytes(least_bytes)} ({least_bytes} bytes) is the least that was "
         f"found, at {least.peak_node}: {made_of}. Allow that much, or take smaller batches, "
-        f"more micro_batches or a higher ZeRO stage{rather}.{others}"
+        f"more micro_batches or a higher ZeRO stage{rather}.{others}",
+        least_bytes,
     )
 
 

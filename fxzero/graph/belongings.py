@@ -18,7 +18,7 @@ from torch import fx
 from fxzero.graph.launch import call_of, full_bytes, record_of_call
 from fxzero.graph.operators import is_random
 from fxzero.graph.stamps import Lane, Phase, Role, stamp_of
-from fxzero.graph.step_graph import StepGraph, TransferNodes, sent_by
+from fxzero.graph.step_graph import StepGraph, TransferNodes, sent_by, transfer_nodes
 from fxzero.transfer import TransferKind
 
 
@@ -139,7 +139,7 @@ def wrong_draws(graph: StepGraph) -> Iterator[Finding]:
     for node in graph.graph.nodes:
         if getattr(node.target, "reads_generator", False):
             state = node
-        elif is_random(node) and state is not None:
+        elif state is not None and is_random(node):
             drawn_from[state] = node
             state = None
         elif getattr(node.target, "draws_again", False):
@@ -159,10 +159,11 @@ def wrong_draws(graph: StepGraph) -> Iterator[Finding]:
 
 def wrong_parts(graph: StepGraph) -> Iterator[Finding]:
     """Values that are gathered again from something else than their parts."""
-    for transfer in graph.transfers():
-        if not transfer.of_activations:
+    for launch in graph.nodes(role=Role.LAUNCH):
+        if not stamp_of(launch).again:
             continue
-        for part in transfer.tensors:
+        transfer = transfer_nodes(launch)
+        for part in transfer.tensors if transfer.of_activations else ():
             if part.op == "placeholder":
                 continue  # backward's own graph: forward has cut it
             record = transfer.record

@@ -18,6 +18,7 @@ lives on the host, which its update alone changes, behind its last reader.
 
 from __future__ import annotations
 
+from bisect import bisect, bisect_left
 from collections.abc import Iterator
 
 from torch import fx
@@ -41,13 +42,14 @@ def wrong_lanes(graph: StepGraph) -> Iterator[Finding]:
     """Reads that nothing orders, places that are given twice, and copies of something else."""
     found = [transfer for transfer in graph.transfers() if transfer.is_copy]
     down = [copy for copy in found if copy.stamp.lane is Lane.D2H]
+    writers = [node for node in graph.graph.nodes if _writes(node)]
     yield from _read_by_compute(graph)
     yield from elsewhere(graph)
     for copy in found:
         if is_stream(copy):
             continue
         yield from wrong_copy(copy)
-        yield from _changed_meanwhile(copy)
+        yield from _changed_meanwhile(copy, writers)
         yield from _returned(graph, copy)
     yield from _copied_over(found, list(graph.nodes(role=Role.AHEAD)))
     for update in graph.nodes(role=Role.UPDATE):
@@ -94,36 +96,46 @@ def _may_read(node: fx.Node) -> frozenset[Lane]:
     return frozenset({Lane.HOST}) if only_by_host else BESIDE_COMPUTE
 
 
-def _changed_meanwhile(copy: TransferNodes) -> Iterator[Finding]:
-    """What is being copied must not change before the copy is there."""
+def _changed_meanwhile(copy: TransferNodes, writers: list[fx.Node]) -> Iterator[Finding]:
+    """What is being copied must not change before the copy is there.
+
+    Args:
+        writers: all nodes that may change something, in order.
+    """
     end = copy.wait
     if stamp_of(end).lane is Lane.HOST:  # only the host's lane has waited
         landed = [user for user in copy.launch.users if stamp_of(user).role is Role.RELEASE]
         end = min(landed, default=copy.launch.graph.output_node())
-    for source in copy.tensors:
-        for user in _writers(source):
-            if copy.launch < user < end:
-                yield Finding(
-                    user,
-                    f"{user.name} changes {source.name} while {copy.launch.name} copies it, which "
-                    f"is waited for by {end.name}",
-                    "Wait for the copy first.",
-                )
+    between = {*writers[bisect(writers, copy.launch) : bisect_left(writers, end)]}
+    for source in copy.tensors if between else ():  # most copies have nothing to fear
+        for user in _writers(source, between):
+            yield Finding(
+                user,
+                f"{user.name} changes {source.name} while {copy.launch.name} copies it, which "
+                f"is waited for by {end.name}",
+                "Wait for the copy first.",
+            )
 
 
-def _writers(source: fx.Node) -> Iterator[fx.Node]:
+def _writers(source: fx.Node, among: set[fx.Node]) -> Iterator[fx.Node]:
     """What writes to a value's memory: updates to what they change and to the gradients that they
     scale, operators that write to their first argument, and what is copied over it."""
     for alias in [root(source), *readers(root(source))]:
         for user in alias.users:
-            if user.op != "call_function":
-                continue
-            if (
+            if user in among and (
                 stamp_of(user).role is Role.UPDATE
                 or (writes_memory(user) and user.args and user.args[0] is alias)
                 or alias in overwritten_by(user)
             ):
                 yield user
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a node changes what another one has made."""
+    if node.op != "call_function":
+        return False
+    is_update = stamp_of(node).role is Role.UPDATE
+    return is_update or writes_memory(node) or bool(overwritten_by(node))
 
 
 def _returned(graph: StepGraph, copy: TransferNodes) -> Iterator[Finding]:

@@ -11,7 +11,8 @@ from torch import fx
 from fxzero.errors import VerificationError
 from fxzero.transfer import Pool, Transfer
 
-_KEY = "fxzero"
+STAMP = "fxzero"
+"""Where it stands in a node's ``meta``."""
 
 
 class Phase(StrEnum):
@@ -145,7 +146,7 @@ def stamp_of(node: fx.Node) -> Stamp:
         VerificationError: it has none.
     """
     try:
-        stamp: Stamp = node.meta[_KEY]
+        stamp: Stamp = node.meta[STAMP]
     except KeyError:
         raise VerificationError(
             f"node {node.name} ({node.target}) has no stamp. A pass that makes nodes stamps them: "
@@ -156,9 +157,9 @@ def stamp_of(node: fx.Node) -> Stamp:
 
 def has_stamp(node: fx.Node) -> bool:
     """Whether a node carries a stamp."""
-    return _KEY in node.meta
+    return STAMP in node.meta
 
 
 def set_stamp(node: fx.Node, stamp: Stamp) -> None:
     """Write a node's stamp, over an earlier one."""
-    node.meta[_KEY] = stamp
+    node.meta[STAMP] = stamp

@@ -12,12 +12,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxzero._compat import copy_node, create_node, fake_mode_of, has_symbolic_shape
+from fxzero._compat import (
+    copy_node,
+    create_node,
+    fake_mode_of,
+    graph_module,
+    has_symbolic_shape,
+)
 from fxzero.errors import VerificationError
 from fxzero.graph.left_out import LeftOut
 from fxzero.graph.node_text import node_line
 from fxzero.graph.pieces import Pieces, called
-from fxzero.graph.stamps import Lane, Phase, Role, Segment, Stamp, set_stamp, stamp_of
+from fxzero.graph.stamps import STAMP, Lane, Phase, Role, Segment, Stamp, set_stamp, stamp_of
 from fxzero.sharding.params import ParamSpec
 from fxzero.transfer import Transfer, TransferKind
 
@@ -218,7 +224,7 @@ class StepGraph:
         boundary = role in (Role.INPUT, Role.OUTPUT)
         found = [n for n in self.graph.nodes if boundary or n.op not in ("placeholder", "output")]
         if role is not None:
-            found = [node for node in found if stamp_of(node).role is role]
+            found = _with_role(found, role)
         if phase is not None:
             found = [node for node in found if stamp_of(node).phase is phase]
         if segment is not None:
@@ -314,7 +320,7 @@ class StepGraph:
         for node in self.graph.nodes:
             copies[node] = copy_node(graph, node, copies.__getitem__)
         other = StepGraph(
-            fx.GraphModule(self.module, graph),
+            graph_module(self.module, graph),
             num_forward_outputs=self.num_forward_outputs,
             specs=self.specs,
             inputs={copies[node]: key for node, key in self.inputs.items()},
@@ -349,6 +355,14 @@ class StepGraph:
             lines += ["", f"{piece.__name__}:"]
             lines += [f"    {node_line(node)}" for node in piece.body.nodes]
         return "\n".join(lines)
+
+
+def _with_role(nodes: list[fx.Node], role: Role) -> list[fx.Node]:
+    """Of some nodes those of one role: asked so often that a call for each would be noticed."""
+    try:
+        return [node for node in nodes if node.meta[STAMP].role is role]
+    except KeyError:
+        return [node for node in nodes if stamp_of(node).role is role]  # says which has none
 
 
 def _index_of(part: fx.Node) -> int:

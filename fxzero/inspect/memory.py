@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from fxzero.compiler.compilation import Compilation
+from fxzero.compiler.placement import Tried
 from fxzero.graph import Lane, Phase, StepGraph
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.steady import runs_of
@@ -43,6 +44,8 @@ class MemoryRow:
     """What gathering them again takes."""
     gathered_bytes: int
     """Full tensors, in all of the step."""
+    moved_bytes: int = 0
+    """Of each: what goes to the host's memory meanwhile, in one micro-step."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class MemoryReport:
     rows: tuple[MemoryRow, ...]
     curve: tuple[int, ...]
     """The most bytes held in each of equal parts of the step's tasks."""
+    rungs: tuple[Tried, ...] = ()
+    """What was tried to find out what leaves the device, where that was left to be decided."""
 
     @staticmethod
     def of(number: int, compilation: Compilation) -> MemoryReport | None:
@@ -72,12 +77,13 @@ class MemoryReport:
         known = level.levels if level is not None else None
         return MemoryReport(
             graph=number,
-            budget=str(compilation.config.memory_budget),
+            budget=str(compilation.config.filled.memory_budget),
             level=level.number if level is not None else None,
             num_levels=len(known) if known is not None else None,
             room=(level.room if level is not None else Room.USUAL).value,
             rows=tuple(_folded(_rows(compilation, graph))),
             curve=tuple(_sampled([held for _, held in memory.curve])),
+            rungs=compilation.rungs,
         )
 
     def curve_text(self) -> str:
@@ -116,7 +122,11 @@ def _rows(compilation: Compilation, graph: StepGraph) -> list[MemoryRow]:
         if transfer.stamp.lane is Lane.GATHER:
             runs = runs_of(graph, transfer.stamp)
             gathered[transfer.stamp.layer] += transfer.record.full_bytes * runs
-    layers = sorted({*kept, *repeated, *parts, *gathered}, key=_natural)
+    moved: dict[str, int] = defaultdict(int)
+    for copy in graph.transfers(name=Lane.D2H.value):
+        if not copy.of_parameters and not copy.stamp.micro_step:
+            moved[copy.stamp.layer] += copy.record.full_bytes
+    layers = sorted({*kept, *repeated, *parts, *gathered, *moved}, key=_natural)
     return [
         MemoryRow(
             (layer,),
@@ -128,6 +138,7 @@ def _rows(compilation: Compilation, graph: StepGraph) -> list[MemoryRow]:
             int(parts[layer][1]),
             round(parts[layer][2], 1),
             gathered[layer],
+            moved[layer],
         )
         for layer in layers
     ]

@@ -15,7 +15,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import networkx as nx
+from fxzero.schedule.minimum_cut import SINK, SOURCE, Edge, MinimumCut
 
 TRIES = 64
 """Most branches of `fastest_within`."""
@@ -99,44 +99,53 @@ def closure(
     )
 
 
-def cheapest(values: Sequence[Value], us_per_byte: tuple[int, int]) -> Closure:
-    """What is best at a price for kept bytes: the least sum of time and price.
+class Prices:
+    """Values, and what is best to do with them at a price for kept bytes."""
 
-    Args:
-        us_per_byte: the price, as a fraction of two whole numbers: thousandths of microseconds by
-            bytes.
-    """
-    price, per = us_per_byte
-    network = nx.DiGraph()
-    in_parts = set()
-    for i, value in enumerate(values):
-        ways = [price * value.num_bytes] if value.may_keep else []
-        if value.part_us is not None:
-            part = price * value.part_bytes + per * _thousandths(value.part_us)
-            if not ways or part < ways[0]:
-                ways = [part]
-                in_parts.add(i)
-        if ways:
-            network.add_edge((i, 0), (i, 1), capacity=ways[0])
-        else:
-            network.add_edge((i, 0), (i, 1))  # no capacity is an infinite one
-        if value.may_repeat:
-            network.add_edge("there", (i, 0), capacity=per * _thousandths(value.us))
-        else:
-            network.add_edge("there", (i, 0))
-        for source in value.sources:
-            network.add_edge((source, 1), (i, 0))
-        if value.is_needed:
-            network.add_edge((i, 1), "backward")
-    if "backward" not in network or "there" not in network:
-        return closure(values, (), in_parts)
-    try:
-        _, (_, late) = nx.minimum_cut(
-            network, "there", "backward", flow_func=nx.algorithms.flow.boykov_kolmogorov
-        )
-    except nx.NetworkXUnbounded:  # a part that can be neither kept nor repeated: by its parts
-        return closure(values, ())
-    return closure(values, [i for i in range(len(values)) if (i, 0) in late], in_parts)
+    def __init__(self, values: Sequence[Value]) -> None:
+        self.values = values
+        edges: list[Edge] = []
+        uncuttable: list[Edge] = []
+        for i, value in enumerate(values):
+            made, there = 2 * i + 2, 2 * i + 3
+            may_stay = value.may_keep or value.part_us is not None
+            (edges if may_stay else uncuttable).append((made, there))
+            (edges if value.may_repeat else uncuttable).append((SOURCE, made))
+            uncuttable += [(2 * source + 3, made) for source in value.sources]
+            if value.is_needed:
+                uncuttable.append((there, SINK))
+        self._cut = MinimumCut(2 * len(values) + 2, edges, uncuttable)
+
+    def cheapest(self, price: int, per: int) -> Closure:
+        """The least sum of time and price.
+
+        Args:
+            price: thousandths of microseconds …
+            per: … for so many bytes.
+        """
+        values = self.values
+        if not self._cut.is_possible:  # a part that can be neither kept nor repeated: by its parts
+            return closure(values, ())
+        capacities = []
+        in_parts = set()
+        for i, value in enumerate(values):
+            whole = price * value.num_bytes if value.may_keep else None
+            if value.part_us is not None:
+                part = price * value.part_bytes + per * _thousandths(value.part_us)
+                if whole is None or part < whole:
+                    whole = part
+                    in_parts.add(i)
+            if whole is not None:
+                capacities.append(whole)
+            if value.may_repeat:
+                capacities.append(per * _thousandths(value.us))
+        late = self._cut.before_sink(capacities)
+        return closure(values, [i for i in range(len(values)) if 2 * i + 2 in late], in_parts)
+
+    def least(self) -> Closure:
+        """What keeps the fewest bytes: at a price at which nothing is kept that can be repeated."""
+        beyond_any = sum(_thousandths(v.us) + _thousandths(v.part_us or 0) for v in self.values)
+        return self.cheapest(1 + beyond_any, 1)
 
 
 def pareto(values: Sequence[Value], start: Closure | None = None) -> list[Closure]:
@@ -146,7 +155,8 @@ def pareto(values: Sequence[Value], start: Closure | None = None) -> list[Closur
         start: the first point; the others keep less. By default everything is kept.
     """
     first = start or closure(values, ())
-    last = cheapest(values, (_beyond_any(values), 1))
+    prices = Prices(values)
+    last = prices.least()
     if last.kept_bytes >= first.kept_bytes:
         return [first]
     found = [first, last]
@@ -158,7 +168,7 @@ def pareto(values: Sequence[Value], start: Closure | None = None) -> list[Closur
         slower = _thousandths(right.us) - _thousandths(left.us)
         if fewer <= 0 or slower <= 0:
             return
-        middle = cheapest(values, (slower, fewer))
+        middle = prices.cheapest(slower, fewer)
         if middle.kept_bytes >= left.kept_bytes or middle.kept_bytes <= right.kept_bytes:
             return
         gain = _cost(left, slower, fewer) - _cost(middle, slower, fewer)
@@ -231,7 +241,8 @@ def _dual(values: Sequence[Value], most_bytes: int) -> tuple[Closure | None, Clo
     more = closure(values, ())
     if more.kept_bytes <= most_bytes:
         return None, more, more.us
-    less = cheapest(values, (_beyond_any(values), 1))
+    prices = Prices(values)
+    less = prices.least()
     if less.kept_bytes > most_bytes or any(
         not values[i].may_keep for i in less.kept if i not in less.in_parts
     ):
@@ -241,7 +252,7 @@ def _dual(values: Sequence[Value], most_bytes: int) -> tuple[Closure | None, Clo
         slower = _thousandths(less.us) - _thousandths(more.us)
         if slower <= 0:
             return None, less, less.us
-        middle = cheapest(values, (slower, fewer))
+        middle = prices.cheapest(slower, fewer)
         if _cost(middle, slower, fewer) >= _cost(less, slower, fewer):
             return more, less, less.us - (most_bytes - less.kept_bytes) * slower / fewer / 1000
         if middle.kept_bytes <= most_bytes:
@@ -257,11 +268,6 @@ def _cost(point: Closure, price: int, per: int) -> int:
 def _thousandths(us: float) -> int:
     """Whole numbers, which add up alike in any order."""
     return round(us * 1000)
-
-
-def _beyond_any(values: Sequence[Value]) -> int:
-    """A price for a byte at which nothing is kept that can be repeated."""
-    return 1 + sum(_thousandths(v.us) + _thousandths(v.part_us or 0) for v in values)
 
 
 def _convex(points: Iterable[Closure]) -> list[Closure]:

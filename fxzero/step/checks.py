@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from fxzero._compat import pytree
 from fxzero.compiler.config import Config, MemoryPreset
 from fxzero.errors import BatchError, ConfigError
+from fxzero.settings import Auto
 from fxzero.sharding.host import refuse_group_of_device
 from fxzero.sharding.params import ParamSpec
 
@@ -40,6 +41,8 @@ def held_as_sharded(config: Config, specs: Mapping[str, ParamSpec]) -> Config:
         if states.share == 0 or params.share == 0:
             raise ConfigError(_HELD.format("offload_states.share=0 or offload_params.share=0"))
         return replace(config, memory=MemoryPreset.ALL_HOST)
+    if isinstance(states.share, Auto):  # copies on the device and saved values are left to decide
+        return replace(config, offload_states=replace(config.offload_states, share=1.0))
     if states.share != 1:
         raise ConfigError(_HELD.format(config.offloads or f"offload_states.share={states.share}"))
     return config

@@ -14,12 +14,15 @@ from tests.parity.training import (
     build,
     make_batch,
 )
+from tests.tiers import exhaustive
 
 FLOAT64 = torch.float64
 TIGHT = RTOL[FLOAT64]
 
 on_two_ranks = pytest.mark.parametrize("world", [2])
 all_stages = pytest.mark.parametrize("zero", [0, 1, 2, 3])
+ends_in_every_run = pytest.mark.parametrize("zero", [0, 3, *exhaustive(1, 2)])
+"""All stages; those between the ends where a run tries all there is."""
 first_and_last_stage = pytest.mark.parametrize("zero", [0, 3])
 
 

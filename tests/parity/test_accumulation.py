@@ -17,6 +17,7 @@ from tests.parity.sharded import (
     TIGHT,
     all_stages,
     batches_of,
+    ends_in_every_run,
     inner,
     on_two_ranks,
     take_step,
@@ -29,12 +30,13 @@ from tests.parity.training import (
     make_batch,
     rows_of_rank,
 )
+from tests.tiers import exhaustive
 
 # -- more than one forward or backward to a step
 
 
 @on_two_ranks
-@all_stages
+@ends_in_every_run
 def test_gradient_accumulation(ranks: Pools, world: int, zero: int) -> None:
     """Three micro-batches add up in ``.grad``, twice, with a step and `zero_grad` between."""
     ranks(world).run(accumulate, zero)
@@ -125,8 +127,7 @@ def accumulate_without_sync(zero: int, compile_it: bool) -> None:
 
 
 @on_two_ranks
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("kept_after", [0, 1])
+@pytest.mark.parametrize(("kept_after", "zero"), [(0, 1), (1, 0), *exhaustive((0, 0), (1, 1))])
 def test_zero_grad_forgets_what_no_sync_kept(
     ranks: Pools, world: int, kept_after: int, zero: int
 ) -> None:

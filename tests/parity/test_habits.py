@@ -1,8 +1,8 @@
 """No habit of real training code trains the wrong thing: right numbers, or an error that says why.
 
-Every habit of `tests.parity.habits` is trained for three steps on two ranks: uncompiled, through
-``torch.compile`` and through `fxzero.compile_step`; at every stage, which habit by which door
-changes from one to the next.
+Every habit of `tests.parity.habits` is trained for three steps on two ranks: uncompiled at every
+stage, and through ``torch.compile`` or `fxzero.compile_step` at stage 3; through the other one, at
+another stage, in an exhaustive run.
 """
 
 from __future__ import annotations
@@ -24,46 +24,68 @@ from tests.parity.harness import Pools
 from tests.parity.training import Tensors, assert_same, full, full_parameters, mean_over_ranks
 
 STEPS = 3
+Place = tuple[int, str]
+"""A stage, and a door."""
 OPTIONS = {"lower_regions": {"backend": "eager"}}
 
 
 @pytest.mark.parametrize("world", [2])
 @pytest.mark.parametrize("name", list(HABITS))
 def test_habit(ranks: Pools, world: int, name: str) -> None:
-    """At every stage, and through every door."""
-    for rank, complaints in enumerate(ranks(world).run(try_habit, name)):
+    """At every stage, and compiled where every read is a gather."""
+    expect_nothing_wrong(ranks(world).run(try_habit, name, places(name)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world", [2])
+@pytest.mark.parametrize("name", list(HABITS))
+def test_habit_through_another_door(ranks: Pools, world: int, name: str) -> None:
+    """At another stage."""
+    if not other_places(name):
+        pytest.skip("it is of one door")
+    expect_nothing_wrong(ranks(world).run(try_habit, name, other_places(name)))
+
+
+def expect_nothing_wrong(found: list[list[str]]) -> None:
+    """Of any rank."""
+    for rank, complaints in enumerate(found):
         assert not complaints, f"rank {rank}\n" + "\n".join(complaints)
 
 
-def try_habit(name: str) -> list[str]:
-    """Job: what is wrong, of all stages and doors."""
+def try_habit(name: str, tried: list[Place]) -> list[str]:
+    """Job: what is wrong, of some stages and doors."""
     habit = HABITS[name]
-    right = any(refusal(habit, zero, door) is None for zero, door in places(name))
+    right = any(refusal(habit, zero, door) is None for zero, door in tried)
     expected = train(habit, zero=None, door="reference") if right else {}
     complaints = []
-    for zero, door in places(name):
+    for zero, door in tried:
         complaint = compare(habit, zero, door, expected)
         if complaint:
             complaints.append(f"zero={zero} {door}: {complaint}")
     return complaints
 
 
-def places(name: str) -> list[tuple[int, str]]:
-    """The stages and doors at which a habit is tried.
+def places(name: str) -> list[Place]:
+    """The stages and doors at which every run tries a habit.
 
-    What it meets at a stage are that stage's parameters, and through a door that door's tracing:
-    it meets each of both. Of two doors that compile one is tried at stage 3, where every read is
-    a gather, the other one at another stage.
+    What it meets at a stage are that stage's parameters, and through a door that door's tracing. Of
+    two doors that compile it meets one: half of all habits this one, half that one.
     """
-    doors = HABITS[name].doors
+    return [*((zero, "eager") for zero in range(4)), *compiling(name)[:1]]
+
+
+def other_places(name: str) -> list[Place]:
+    """What an exhaustive run tries besides."""
+    return compiling(name)[1:]
+
+
+def compiling(name: str) -> list[Place]:
+    """Doors that compile a habit: one at stage 3, the other one at another stage."""
+    doors = [door for door in HABITS[name].doors if door != "eager"]
     turn = list(HABITS).index(name)
-    elsewhere = turn // 2 % 3
-    compiling = {
-        3 if (turn + i) % 2 else elsewhere: door
-        for i, door in enumerate(door for door in doors if door != "eager")
-    }
-    eager = [zero for zero in range(4) if zero == 3 or zero not in compiling]
-    return [*((zero, "eager") for zero in eager), *compiling.items()]
+    if turn % 2:
+        doors.reverse()
+    return [*zip((3, turn // 2 % 3), doors, strict=False)]
 
 
 def refusal(habit: Habit, zero: int, door: str) -> str | None:
@@ -148,7 +170,7 @@ def step_of(habit: Habit, run: Run, door: str) -> Callable[[Tensor], Tensor]:
 
 def test_every_stage_and_door_is_met() -> None:
     """By each habit; and each two of them by an eighth of all habits."""
-    met = {name: places(name) for name in HABITS}
+    met = {name: [*places(name), *other_places(name)] for name in HABITS}
     for name, habit in HABITS.items():
         assert {zero for zero, _ in met[name]} == {0, 1, 2, 3}
         assert {door for _, door in met[name]} == set(habit.doors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import fxzero
 from fxzero.compiler.compilation import Compilation
 from tests.pairwise import pairwise
 from tests.parity.harness import Pools
+from tests.tiers import exhaustive, in_two_tiers
 from tests.tracing import observed
 
 EAGER: dict[str, Any] = {"lower_regions": {"backend": "eager"}}
@@ -186,11 +188,16 @@ def train(name: str, zero: int, door: str, anomaly: bool, settings: dict[str, An
 both_doors = pytest.mark.parametrize("door", ["loop", "step"])
 
 
+NAMES = ["checkpoint", "reentrant", "teacher", "average", "convolutions", "mask"]
+
+
 @pytest.mark.parametrize("world", [2])
-@pytest.mark.parametrize("zero", [0, 3])
-@both_doors
 @pytest.mark.parametrize(
-    "name", ["checkpoint", "reentrant", "teacher", "average", "convolutions", "mask"]
+    ("name", "door", "zero"),
+    in_two_tiers(
+        [*itertools.product(NAMES, ("loop", "step"), (0, 3))],
+        always=pairwise(NAMES, ("loop", "step"), (0, 3)),
+    ),
 )
 def test_eagers_numbers(ranks: Pools, world: int, name: str, zero: int, door: str) -> None:
     """Losses, parameters and buffers of three steps."""
@@ -310,7 +317,12 @@ def count_graphs(zero: int, which: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("world", "zero", "which"), pairwise((1, 2), (0, 3), ("batch", "sequence"))
+    ("world", "zero", "which"),
+    [
+        (1, 0, "sequence"),
+        (2, 3, "batch"),
+        *exhaustive((1, 0, "batch"), (1, 3, "sequence"), (2, 0, "sequence")),
+    ],
 )
 def test_ten_sizes_are_two_graphs_at_most(ranks: Pools, world: int, zero: int, which: str) -> None:
     """Costs are computed with the sizes at hand, and nobody asks what a symbol is."""

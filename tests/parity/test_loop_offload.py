@@ -26,7 +26,7 @@ from examples.benchmarks.measure import allocated_peak_bytes
 from examples.models import gpt_bench
 from fxzero.compiler.compilation import Compilation
 from fxzero.schedule.simulate import simulate_memory
-from tests.pairwise import pairwise
+from tests.pairwise import Case, pairwise
 from tests.parity.harness import Pools
 from tests.parity.models import EXAMPLES, Batch
 from tests.parity.sharded import FLOAT64, TIGHT, compile_eagerly, inner
@@ -41,6 +41,7 @@ from tests.parity.training import (
     mean_over_ranks,
     rows_of_rank,
 )
+from tests.tiers import in_two_tiers
 from tests.tracing import observed
 
 STEPS = 3
@@ -145,7 +146,24 @@ TWO_RANKS = pairwise(
 )
 
 
-@pytest.mark.parametrize(("example", "zero", "door", "habit", "low"), TWO_RANKS)
+def cost(case: Case) -> float:
+    """How long a case takes beside others."""
+    return (3.0 if case[0] == "gpt" else 1.0) * (2.0 if case[2] == "compiled" else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("example", "zero", "door", "habit", "low"),
+    in_two_tiers(
+        TWO_RANKS,
+        always=[
+            ("gpt", 3, "compiled", "clipped", None),
+            ("odd_shapes", 2, "compiled", "accumulated", torch.bfloat16),
+            ("odd_shapes", 1, "compiled", "clipped", None),
+            ("convnet", 0, "compiled", "clipped", None),
+        ],
+        cost=cost,
+    ),
+)
 def test_two_ranks(
     ranks: Pools, example: str, zero: int, door: str, habit: str, low: torch.dtype | None
 ) -> None:
@@ -156,7 +174,7 @@ def test_two_ranks(
 def on_two_axes() -> None:
     """Job: four ranks are a mesh of two by two."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    trains_alike("gpt", 3, "compiled", "clipped", mesh=mesh, gather_group=True)
+    trains_alike("odd_shapes", 3, "compiled", "clipped", mesh=mesh, gather_group=True)
 
 
 def test_replicas_of_shards(ranks: Pools) -> None:
@@ -190,7 +208,7 @@ def test_compiled_regions() -> None:
 def train_on(offload: bool, state: bytes = b"") -> tuple[Tensors, bytes]:
     """Job: two steps, from the start or from a checkpoint; what they leave, and a checkpoint."""
     torch._dynamo.reset()
-    model = fxzero.shard(build(EXAMPLES["gpt"], FLOAT64), zero=3, offload=offload)
+    model = fxzero.shard(build(EXAMPLES["odd_shapes"], FLOAT64), zero=3, offload=offload)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     if state:
@@ -200,7 +218,9 @@ def train_on(offload: bool, state: bytes = b"") -> tuple[Tensors, bytes]:
         schedule.load_state_dict(loaded["schedule"])
     compiled = compile_eagerly(model)
     for seed in range(2):
-        EXAMPLES["gpt"].loss(compiled, batch_of("gpt", FLOAT64, seed + 7 * bool(state))).backward()
+        EXAMPLES["odd_shapes"].loss(
+            compiled, batch_of("odd_shapes", FLOAT64, seed + 7 * bool(state))
+        ).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
         schedule.step()

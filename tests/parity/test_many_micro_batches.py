@@ -18,6 +18,7 @@ from fxzero.runtime import executor
 from tests.parity.harness import Pools
 from tests.parity.test_step import Case, trains_as_the_eager_loop
 from tests.stepping import holding
+from tests.tiers import exhaustive, in_two_tiers
 from tests.tracing import observed
 
 MANY = UNROLLED + 1
@@ -96,15 +97,18 @@ def same_bits(micro_batches: int, settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("zero", "schedule", "clip"),
-    [
-        *((3, schedule, None) for schedule in SCHEDULES),
-        (3, "least", 0.05),
-        # Where nothing is gathered in a micro-step, schedules differ in little.
-        *((zero, "default", clip) for zero, clip in ((0, 0.05), (2, None))),
-        *((zero, "by layer", None) for zero in (0, 1)),
-        (1, "least", 0.05),
-        (2, "distance 2", 0.05),
-    ],
+    in_two_tiers(
+        [
+            *((3, schedule, None) for schedule in SCHEDULES),
+            (3, "least", 0.05),
+            # Where nothing is gathered in a micro-step, schedules differ in little.
+            *((zero, "default", clip) for zero, clip in ((0, 0.05), (2, None))),
+            *((zero, "by layer", None) for zero in (0, 1)),
+            (1, "least", 0.05),
+            (2, "distance 2", 0.05),
+        ],
+        always=[(3, "default", None)],
+    ),
 )
 def test_same_bits(ranks: Pools, zero: int, schedule: str, clip: float | None) -> None:
     """Losses, norms, parameters, statistics, moments.
@@ -116,13 +120,13 @@ def test_same_bits(ranks: Pools, zero: int, schedule: str, clip: float | None) -
 
 
 @pytest.mark.parametrize("world", [4])
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [3, *exhaustive(1)])
 def test_same_bits_on_two_axes(ranks: Pools, world: int, zero: int) -> None:
     """Across replicas too."""
     ranks(world).run(same_bits, MANY, {"zero": zero, "mesh": (2, 2), "options": EAGER})
 
 
-@pytest.mark.parametrize(("zero", "options"), [(0, EAGER), (2, EAGER), (3, {})])
+@pytest.mark.parametrize(("zero", "options"), [(2, EAGER), *exhaustive((0, EAGER), (3, {}))])
 def test_same_bits_in_low_precision(ranks: Pools, zero: int, options: dict[str, Any]) -> None:
     """Casts before gathers, sums in the parameters' own dtype."""
     settings = {"zero": zero, "param_dtype": torch.bfloat16, "options": options}
@@ -151,7 +155,7 @@ def fall_back() -> None:
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-@pytest.mark.parametrize("rows", [3, 4])
+@pytest.mark.parametrize("rows", [3, *exhaustive(4)])
 def test_rows_that_begin_anywhere(ranks: Pools, rows: int) -> None:
     """Labels of 32 bytes a micro-batch are aligned in every second one: regions do not mind.
 

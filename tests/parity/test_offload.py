@@ -26,11 +26,12 @@ from fxzero.compiler.compilation import Compilation
 from fxzero.runtime.arena import HostArena, arena_of
 from fxzero.runtime.disk_arena import disk_arena_of
 from fxzero.schedule.simulate import simulate_memory
-from tests.pairwise import pairwise
+from tests.pairwise import Case, pairwise
 from tests.parity.harness import Pools
 from tests.parity.models import EXAMPLES
 from tests.parity.test_step import OPTIMIZERS, WithLoss, two_groups, warm_up
 from tests.parity.training import build, make_batch
+from tests.tiers import exhaustive, in_two_tiers
 from tests.tracing import observed
 
 ROWS = 16
@@ -185,8 +186,23 @@ CASES = pairwise(
 )
 
 
+def cost(case: Case) -> float:
+    """How long a case takes beside others: layers of attention are compiled for three times as
+    long as what has none, eight micro-batches as five."""
+    return (3.0 if case[0] == "gpt" else 1.0) * (2.0 if case[3] > 1 else 1.0)
+
+
 @pytest.mark.parametrize(
-    ("example", "optimizer", "zero", "micro_batches", "clip", "low", "memory", "values"), CASES
+    ("example", "optimizer", "zero", "micro_batches", "clip", "low", "memory", "values"),
+    in_two_tiers(
+        CASES,
+        always=[
+            ("gpt", "adamw", None, 8, 0.1, "bf16", "l2l, device", False),
+            ("gpt", "sgd", 0, 4, 0.1, "bf16", "states_host, device", True),
+            ("gpt", "amsgrad", 1, 4, 0.1, None, "infinity", False),
+        ],
+        cost=cost,
+    ),
 )
 def test_one_rank(
     example: str,
@@ -220,7 +236,15 @@ SEVERAL = pairwise(
 
 
 @pytest.mark.parametrize(
-    ("example", "optimizer", "zero", "micro_batches", "clip", "low", "memory"), SEVERAL
+    ("example", "optimizer", "zero", "micro_batches", "clip", "low", "memory"),
+    in_two_tiers(
+        SEVERAL,
+        always=[
+            ("gpt", "adamw", 3, 1, None, None, "all_host"),
+            ("gpt", "sgd", 2, 4, 0.1, "bf16", "infinity"),
+        ],
+        cost=cost,
+    ),
 )
 def test_two_ranks(
     ranks: Pools,
@@ -240,7 +264,11 @@ def test_two_ranks(
 
 @pytest.mark.parametrize(
     ("zero", "memory"),
-    [(0, "all_host"), (3, "states_host"), (3, "states_host, device"), (3, "infinity")],
+    [
+        (0, "all_host"),
+        (3, "infinity"),
+        *exhaustive((3, "states_host"), (3, "states_host, device")),
+    ],
 )
 def test_default_settings(ranks: Pools, zero: int, memory: str) -> None:
     """With compiled regions."""
@@ -373,7 +401,7 @@ def simulated_and_measured(zero: int, options: dict[str, Any]) -> tuple[int, int
     """Peaks of a step on the device: what is in the arena is not in either."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = fxzero.shard(gpt_bench(num_layers=4, hidden=128, num_heads=4), zero=zero)
+    model = fxzero.shard(gpt_bench(num_layers=2, hidden=128, num_heads=4), zero=zero)
     batch = model.example_inputs(2)
     step = fxzero.compile_step(model, torch.optim.AdamW(model.parameters()), options=options)
     found: list[Compilation] = []
@@ -391,7 +419,13 @@ def simulated_and_measured(zero: int, options: dict[str, Any]) -> tuple[int, int
     return memory.peak_bytes, measured + memory.resident_bytes
 
 
-@pytest.mark.parametrize("memory", PRESETS)
+@pytest.mark.parametrize(
+    "memory",
+    [
+        *("states_host, device", "all_host", "l2l", "infinity"),
+        *exhaustive("states_host", "all_host, device", "l2l, device"),
+    ],
+)
 def test_the_peak_is_the_simulated_one(ranks: Pools, memory: str) -> None:
     """Within five per cent of what torch allocates outside of the arena."""
     values = {"offload_activations": {"share": 1.0, "min_bytes": 1 << 14}}

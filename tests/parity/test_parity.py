@@ -34,6 +34,7 @@ from tests.parity.training import (
     rows_of_rank,
     train,
 )
+from tests.tiers import exhaustive
 
 STAGES = (0, 1, 2, 3)
 GRAPHS = {"graph_break": 2}
@@ -73,16 +74,30 @@ FLOAT64 = {
 ranks those whose rows do not divide, and every stage with some of the others."""
 
 
+EVERY_RUN = {
+    1: {"gpt": (3,), "odd_shapes": (1,)},
+    2: {name: {turn % 3, 3} for turn, name in enumerate(EXAMPLES)},
+    3: {"gpt": (1,), "convnet": (0,), "odd_shapes": (3,)},
+    4: {"graph_break": (1,), "odd_shapes": (2,)},
+}
+"""On two ranks every example where every read is a gather, and at one stage more."""
+
+
 @pytest.mark.parametrize(
     ("world", "example", "zero"),
-    [(w, name, z) for w, names in FLOAT64.items() for name, zs in names.items() for z in zs],
+    [
+        (w, name, z) if z in EVERY_RUN[w][name] else exhaustive((w, name, z))[0]
+        for w, names in FLOAT64.items()
+        for name, zs in names.items()
+        for z in zs
+    ],
 )
 def test_float64(ranks: Pools, world: int, example: str, zero: int) -> None:
     """No rounding to hide behind."""
     ranks(world).run(train_as_the_reference, Case(example, zero, torch.float64))
 
 
-@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize("zero", [0, 3, *exhaustive(1, 2)])
 @in_worlds(two="gpt")
 def test_float32(ranks: Pools, world: int, example: str, zero: int) -> None:
     """The dtype that models are trained in; its first gradients to the bit (see `test_bitwise`)."""
@@ -90,7 +105,10 @@ def test_float32(ranks: Pools, world: int, example: str, zero: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("example", "zero"), [("gpt", 0), ("gpt", 3), ("mlp", 2), ("convnet", 1)])
+@pytest.mark.parametrize(
+    ("example", "zero"),
+    [("mlp", 0), ("mlp", 1), ("mlp", 2), ("gpt", 3), *exhaustive(("gpt", 0), ("convnet", 1))],
+)
 @pytest.mark.parametrize("world", [2])
 def test_inductor(ranks: Pools, world: int, example: str, zero: int) -> None:
     """Regions compiled to C++."""
@@ -98,7 +116,7 @@ def test_inductor(ranks: Pools, world: int, example: str, zero: int) -> None:
     ranks(world).run(train_as_the_reference, case)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("zero", [3])
 @in_worlds(two="mlp")
 def test_inductor_in_float64(ranks: Pools, world: int, example: str, zero: int) -> None:
@@ -113,7 +131,7 @@ def test_inductor_in_float64(ranks: Pools, world: int, example: str, zero: int) 
     [
         *(("odd_shapes", stage) for stage in STAGES),
         ("unet", 1),
-        ("unet", 2),
+        *exhaustive(("unet", 2)),
     ],
 )
 def test_bitwise(ranks: Pools, world: int, example: str, zero: int) -> None:
@@ -121,8 +139,15 @@ def test_bitwise(ranks: Pools, world: int, example: str, zero: int) -> None:
     ranks(world).run(average_bit_by_bit, Case(example, zero, torch.float32))
 
 
-@pytest.mark.parametrize("zero", STAGES)
-@in_worlds(two="gpt")
+@pytest.mark.parametrize("world", [2])
+@pytest.mark.parametrize(
+    ("example", "zero"),
+    [
+        *(("mlp", zero) for zero in STAGES),
+        ("gpt", 3),
+        *exhaustive(*(("gpt", zero) for zero in (0, 1, 2))),
+    ],
+)
 def test_bfloat16_compute(ranks: Pools, world: int, example: str, zero: int) -> None:
     """float32 masters, bfloat16 compute, float32 reduction."""
     ranks(world).run(compute_in_bfloat16, Case(example, zero, torch.float32))

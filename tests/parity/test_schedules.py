@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import nn
 
 import fxzero
 from tests.parity.harness import Pools
+from tests.tiers import exhaustive, in_two_tiers
 
+DOORS = ("step", "loop")
 EAGER = {"backend": "eager"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -91,15 +94,14 @@ def trains(options: dict[str, Any], door: str, rows: list[int]) -> None:
         torch.testing.assert_close(parameter.full_tensor().detach(), theirs, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("door", ["step", "loop"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "door"), in_two_tiers([*itertools.product(OPTIONS, DOORS)]))
 def test_every_schedule_trains_alike(ranks: Pools, name: str, door: str) -> None:
     """Both doors, float64."""
     ranks(2).run(trains, OPTIONS[name], door, [4, 4])
 
 
 @pytest.mark.parametrize("world", [3])
-@pytest.mark.parametrize("door", ["step", "loop"])
+@pytest.mark.parametrize("door", ["step", *exhaustive("loop")])
 def test_ranks_with_other_batches_decide_alike(ranks: Pools, world: int, door: str) -> None:
     """Costs differ, the order of collectives does not: the first rank to decide decides for all."""
     options = {"bucket": {"min_bytes": 0}, "cost": {"cluster": "pair_1gbit"}}
@@ -119,7 +121,7 @@ class WithStatistics(nn.Module):
         return self.last(torch.tanh(self.norm(self.first(x))))
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [3, *exhaustive(0, 1)])
 def test_casts_inside_of_regions(ranks: Pools, zero: int) -> None:
     """What passes cast fuses with what it is computed from: on Inductor, in both doors."""
     ranks(2).run(train_in_low_precision, zero)

@@ -45,6 +45,7 @@ from tests.parity.training import (
     mean_over_ranks,
     rows_of_rank,
 )
+from tests.tiers import exhaustive, in_two_tiers
 
 ROWS = 16
 """Divisible by four ranks of four micro-batches."""
@@ -210,18 +211,21 @@ CLIPPED, PLAIN = ("adamw", 0.1, 4), ("sgd", None, 1)
 """An optimizer, the norm to clip to, and the number of micro-batches."""
 
 
+CAUGHT_BY = [(2, CLIPPED, 3), (2, PLAIN, 0), (2, PLAIN, 3), (4, PLAIN, 3)]
+"""Cases by which tests/mutants catches faults."""
+
+
 @pytest.mark.parametrize(
     ("world", "optimizer", "clip", "micro_batches", "zero"),
-    [
-        (world, *how, zero)
-        for world, how, zero in pairwise(
-            (1, 2, 4),
-            (CLIPPED, PLAIN),
-            (0, 1, 2, 3),
-            # By which tests/mutants catches faults.
-            always=[(2, CLIPPED, 3), (2, PLAIN, 0), (2, PLAIN, 3), (4, PLAIN, 3)],
-        )
-    ],
+    in_two_tiers(
+        [
+            (world, *how, zero)
+            for world, how, zero in pairwise(
+                (1, 2, 4), (CLIPPED, PLAIN), (0, 1, 2, 3), always=CAUGHT_BY
+            )
+        ],
+        always=[(world, *how, zero) for world, how, zero in CAUGHT_BY],
+    ),
 )
 def test_float64(
     ranks: Pools, world: int, optimizer: str, clip: float | None, micro_batches: int, zero: int
@@ -233,7 +237,11 @@ def test_float64(
 
 @pytest.mark.parametrize(
     ("optimizer", "clip", "zero", "micro_batches"),
-    [("adamw", None, 0, 4), ("sgd", 0.1, 1, 4), ("adamw", None, 2, 1), ("sgd", 0.1, 3, 4)],
+    [
+        ("adamw", None, 2, 1),
+        ("sgd", 0.1, 3, 4),
+        *exhaustive(("adamw", None, 0, 4), ("sgd", 0.1, 1, 4)),
+    ],
 )
 def test_float64_gpt(
     ranks: Pools, optimizer: str, clip: float | None, micro_batches: int, zero: int
@@ -242,13 +250,15 @@ def test_float64_gpt(
     ranks(2).run(trains_as_the_eager_loop, Case(zero, micro_batches, clip, optimizer))
 
 
-@pytest.mark.parametrize(("zero", "clip"), [(0, None), (3, 0.1)])
+@pytest.mark.parametrize(("zero", "clip"), [(3, 0.1), *exhaustive((0, None))])
 def test_our_own_update(ranks: Pools, zero: int, clip: float | None) -> None:
     """`fxzero.kernels.adamw_` in the place of torch's fused kernel."""
     ranks(2).run(trains_as_the_eager_loop, Case(zero, clip=clip, force="adamw"))
 
 
-@pytest.mark.parametrize(("zero", "micro_batches"), [(0, 1), (1, 4), (2, 4), (3, 1)])
+@pytest.mark.parametrize(
+    ("zero", "micro_batches"), [(0, 1), (3, 4), *exhaustive((1, 4), (2, 4), (3, 1))]
+)
 def test_float32(ranks: Pools, zero: int, micro_batches: int) -> None:
     """The dtype that models are trained in."""
     case = Case(zero, micro_batches, 0.1, dtype=torch.float32)
@@ -256,10 +266,17 @@ def test_float32(ranks: Pools, zero: int, micro_batches: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("zero", "micro_batches"), [(1, 4), (3, 1), (3, 4)])
-def test_inductor(ranks: Pools, zero: int, micro_batches: int) -> None:
+@pytest.mark.parametrize(
+    ("example", "zero", "micro_batches"),
+    [
+        *(("mlp", zero, 1) for zero in (0, 1, 2, 3)),
+        ("gpt", 3, 4),
+        *exhaustive(("gpt", 1, 4), ("gpt", 3, 1)),
+    ],
+)
+def test_inductor(ranks: Pools, example: str, zero: int, micro_batches: int) -> None:
     """Regions compiled to C++."""
-    case = Case(zero, micro_batches, 0.1, lowering="inductor")
+    case = Case(zero, micro_batches, 0.1, example=example, lowering="inductor")
     ranks(2).run(trains_as_the_eager_loop, case)
 
 
@@ -270,22 +287,31 @@ def test_other_optimizers(ranks: Pools, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("world", [4])
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [3, *exhaustive(1)])
 def test_on_two_axes(ranks: Pools, world: int, zero: int) -> None:
     """Reduce inside the group, all-reduce across; the norm counts each shard once."""
     case = Case(zero, 4, 0.1, example="odd_shapes", mesh=(2, 2))
     ranks(world).run(trains_as_the_eager_loop, case)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_two_ranks_agree_bitwise_with_the_ordinary_loop(ranks: Pools, zero: int) -> None:
+@pytest.mark.parametrize(
+    ("example", "zero"),
+    [
+        *(("mlp", zero) for zero in (0, 1, 2)),
+        ("gpt", 3),
+        *exhaustive(*(("gpt", zero) for zero in (0, 1, 2))),
+    ],
+)
+def test_two_ranks_agree_bitwise_with_the_ordinary_loop(
+    ranks: Pools, example: str, zero: int
+) -> None:
     """The sums over ranks, and the fused updates, are those of the torch.compile door."""
-    ranks(2).run(same_bits_as_the_ordinary_loop, zero)
+    ranks(2).run(same_bits_as_the_ordinary_loop, example, zero)
 
 
-def same_bits_as_the_ordinary_loop(zero: int) -> None:
+def same_bits_as_the_ordinary_loop(name: str, zero: int) -> None:
     """Job: `compile_step` next to torch.compile and a fused AdamW."""
-    example = EXAMPLES["gpt"]
+    example = EXAMPLES[name]
     options = {"lower_regions": {"backend": "eager"}}
 
     def prepared() -> tuple[nn.Module, Optimizer]:
@@ -430,7 +456,10 @@ def replaces_the_step(zero: int) -> None:
 
 @pytest.mark.parametrize(
     ("zero", "micro_batches", "precision"),
-    pairwise((0, 1, 3), (1, 4), ("bf16", "fp16"), always=[(1, 1, "fp16")]),
+    in_two_tiers(
+        pairwise((0, 1, 3), (1, 4), ("bf16", "fp16"), always=[(1, 1, "fp16")]),
+        always=[(1, 1, "fp16")],
+    ),
 )
 def test_low_precision(ranks: Pools, precision: str, zero: int, micro_batches: int) -> None:
     """Compute in 16 bits; masters, sums of gradients and optimizer state in 32."""
@@ -527,7 +556,7 @@ def _everything(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     return [t.detach().clone() for t in local]
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [3, *exhaustive(1)])
 def test_going_on_from_a_checkpoint_is_bitwise_the_same(
     ranks: Pools, tmp_path: Any, zero: int
 ) -> None:

@@ -5,6 +5,7 @@ In float64 on two ranks unless a test says otherwise.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -45,6 +46,7 @@ from tests.parity.training import (
     rows_of_rank,
     train,
 )
+from tests.tiers import exhaustive, in_two_tiers
 from tests.tracing import observed
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
@@ -58,8 +60,9 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
 
 
 @on_two_ranks
-@pytest.mark.parametrize("zero", [1, 3])
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize(
+    ("optimizer", "zero"), in_two_tiers([*itertools.product(OPTIMIZERS, (1, 3))])
+)
 def test_optimizers(ranks: Pools, world: int, optimizer: str, zero: int) -> None:
     """Batched implementations, on shards without rows and 0-d parameters too."""
     ranks(world).run(train_with_optimizer, optimizer, zero)
@@ -126,8 +129,9 @@ def follow_schedule(model: nn.Module, example: Example, batches: list[Batch]) ->
 
 
 @on_two_ranks
-@pytest.mark.parametrize("zero", [1, 3])
-@pytest.mark.parametrize("example", ["gpt", "mlp"])
+@pytest.mark.parametrize(
+    ("example", "zero"), [("mlp", 1), ("gpt", 3), *exhaustive(("mlp", 3), ("gpt", 1))]
+)
 def test_checkpoint_round_trip(
     ranks: Pools, world: int, example: str, zero: int, tmp_path: object
 ) -> None:
@@ -174,9 +178,15 @@ def run_steps(
 
 
 @on_two_ranks
-@first_and_last_stage
 @pytest.mark.parametrize(
-    ("example", "mode"), [("mlp", "no_grad"), ("mlp", "inference_mode"), ("convnet", "no_grad")]
+    ("example", "mode", "zero"),
+    in_two_tiers(
+        [
+            *itertools.product(["mlp"], ["no_grad", "inference_mode"], [0, 3]),
+            *itertools.product(["convnet"], ["no_grad"], [0, 3]),
+        ],
+        always=[("convnet", "no_grad", 3)],
+    ),
 )
 def test_inference(ranks: Pools, world: int, example: str, mode: str, zero: int) -> None:
     """Evaluation between training steps, and training after it."""
@@ -202,7 +212,7 @@ def evaluate_between_steps(name: str, mode: str, zero: int) -> None:
 
 
 @on_two_ranks
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [3, *exhaustive(1)])
 def test_batch_sizes_that_change(ranks: Pools, world: int, zero: int) -> None:
     """Ten sizes: one graph for the first, and one whose batch dimension is symbolic."""
     sizes = (4, 6, 2, 3, 5, 7, 8, 9, 10, 11)
@@ -225,8 +235,13 @@ def train_on_sizes(zero: int, rows_per_rank: tuple[int, ...]) -> int:
 
 
 @on_two_ranks
-@all_stages
-@pytest.mark.parametrize("example", ["gpt", "odd_shapes", "lstm"])
+@pytest.mark.parametrize(
+    ("example", "zero"),
+    in_two_tiers(
+        [*itertools.product(["gpt", "odd_shapes", "lstm"], range(4))],
+        always=[("odd_shapes", 3), ("gpt", 2)],
+    ),
+)
 def test_uncompiled(ranks: Pools, world: int, example: str, zero: int) -> None:
     """A sharded model works without torch.compile, for a debugger or a first try."""
     ranks(world).run(train_uncompiled, example, zero)

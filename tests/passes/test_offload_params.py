@@ -319,7 +319,7 @@ def test_what_presets_fill_in() -> None:
     assert filled.offload_params.in_flight == 1
     assert filled.recompute.policy is Policy.FULL
     assert filled.bucket.min_bytes == 0
-    assert filled.offload_activations.share == 0.0
+    assert filled.offload_activations.share is None
     filled = fxzero.Config.from_options({"memory": "all_host"}).filled
     default = fxzero.Config()
     assert filled.offload_states.share == filled.offload_params.share == 1.0
