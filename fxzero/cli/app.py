@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -20,8 +21,11 @@ from fxzero.compiler.config import Config
 from fxzero.compiler.pipelines import loop_passes, step_passes
 from fxzero.errors import ConfigError, nearest
 from fxzero.inspect import Analysis, capture
+from fxzero.inspect.pipeline import as_pipeline, micro_step_of, table_of
 from fxzero.inspect.target import load
 from fxzero.inspect.trace import write_trace
+
+DEFAULT_WORLD_SIZE = 8
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -87,7 +91,7 @@ def inspect(
     ] = 3,
     world_size: Annotated[
         int, typer.Option(min=1, max=1 << 20, help="Ranks to compile for; none of them is started.")
-    ] = 8,
+    ] = DEFAULT_WORLD_SIZE,
     rank: Annotated[
         int, typer.Option(min=0, help="The rank whose graph to show, from 0 to world size - 1.")
     ] = 0,
@@ -127,6 +131,20 @@ def inspect(
         int,
         typer.Option(min=1, max=1024, help="With --step: equal parts that each batch is split in."),
     ] = 1,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            help="With --step: pipeline ranks x ranks that share a stage, as in 4x2: also show the "
+            "model as a pipeline. Simulated alone: what trains it is not built yet."
+        ),
+    ] = None,
+    schedule: Annotated[
+        str,
+        typer.Option(
+            help="With --mesh: gpipe, 1f1b, interleaved, breadth_first, zb_h1, zbv, or a CSV file "
+            "of your own with a row a rank and actions such as 2F0, 2B0, 2I0, 2W0."
+        ),
+    ] = "1f1b",
     inference: Annotated[
         bool, typer.Option("--inference", help="Compile a forward alone, without gradients.")
     ] = False,
@@ -187,6 +205,8 @@ def inspect(
 
     fxzero inspect model.py:tiny --step --micro-batches 4 --diff accumulate
 
+    fxzero inspect model.py:tiny --step --micro-batches 8 --mesh 4x2 --schedule zb_h1
+
     fxzero inspect model.py:tiny --step --memory --options '{"memory_budget": "400MiB"}'
     """
     console = Console()
@@ -196,11 +216,14 @@ def inspect(
         check_companions(
             {
                 "--micro-batches": (micro_batches > 1, "--step", step),
+                "--mesh": (mesh is not None, "--step", step),
+                "--schedule": (schedule != "1f1b", "--mesh", mesh is not None),
                 "--clip-grad-norm": (clip_grad_norm != 1.0, "--step", step),
                 "--inference": (inference, "no --step", not step),
                 "--reduce-dtype": (reduce_dtype is not None, "no --inference", not inference),
             }
         )
+        pipeline_ranks, world_size = mesh_of(mesh, world_size)
         if rank >= world_size:
             raise ConfigError(f"rank {rank} is not in a world of {world_size} ranks")
         config = settings_of(options, cluster, keep_text=diff is not None)
@@ -208,21 +231,30 @@ def inspect(
             check_pass(diff, config, step)
         check_file("--trace", trace)
         check_file("--plan", plan)
-        captured = capture(
-            load(target),
-            zero=zero,
-            world_size=world_size,
-            rank=rank,
-            batch_size=batch_size,
-            param_dtype=getattr(torch, param_dtype.value) if param_dtype else None,
-            reduce_dtype=getattr(torch, reduce_dtype.value) if reduce_dtype else None,
-            offload=offload,
-            training=not inference,
-            step=step,
-            micro_batches=micro_batches,
-            clip_grad_norm=clip_grad_norm or None,
-            options=config,
-        )
+        settings: dict[str, Any] = {
+            "zero": zero,
+            "world_size": world_size,
+            "rank": rank,
+            "batch_size": batch_size,
+            "param_dtype": getattr(torch, param_dtype.value) if param_dtype else None,
+            "reduce_dtype": getattr(torch, reduce_dtype.value) if reduce_dtype else None,
+            "offload": offload,
+            "clip_grad_norm": clip_grad_norm or None,
+            "options": config,
+        }
+        pipeline = None
+        if pipeline_ranks:
+            table = table_of(schedule, pipeline_ranks, micro_batches)
+            micro_step = micro_step_of(load(target), micro_batches=micro_batches, **settings)
+            captured, pipeline = micro_step.capture, as_pipeline(micro_step, table)
+        else:
+            captured = capture(
+                load(target),
+                training=not inference,
+                step=step,
+                micro_batches=micro_batches,
+                **settings,
+            )
         if trace is not None:
             write_trace(trace, captured)
         if plan is not None:
@@ -234,14 +266,36 @@ def inspect(
                 data["diffs"] = tables.diffs(captured, diff)
             if code:
                 data["code"] = tables.codes(captured)
+            if pipeline is not None:
+                data["pipeline"] = pipeline.to_json()
             typer.echo(json.dumps(data, indent=1, default=str))
         elif diff is None and not code:
-            tables.print_analysis(console, analysis)
+            if pipeline is not None:
+                tables.print_pipeline(console, pipeline)
+            else:
+                tables.print_analysis(console, analysis)
         else:
             for text in tables.diffs(captured, diff) if diff is not None else []:
                 tables.print_text(console, text, "diff")
             for text in tables.codes(captured) if code else []:
                 tables.print_text(console, text, "python")
+
+
+def mesh_of(text: str | None, world_size: int) -> tuple[int, int]:
+    """Of ``4x2``: ranks of the pipeline, and ranks that share a stage; none and all without one.
+
+    Raises:
+        ConfigError: it is no such text, or the world has another size.
+    """
+    if text is None:
+        return 0, world_size
+    match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text)
+    if match is None:
+        raise ConfigError(f"--mesh {text}: write pipeline ranks x ranks of each stage, as in 4x2")
+    pipeline, shared = int(match[1]), int(match[2])
+    if world_size not in (DEFAULT_WORLD_SIZE, pipeline * shared):
+        raise ConfigError(f"--mesh {text} has {pipeline * shared} ranks, --world-size {world_size}")
+    return pipeline, shared
 
 
 def check_file(option: str, path: Path | None) -> None:

@@ -10,6 +10,7 @@ from rich.table import Table
 from fxzero.errors import ConfigError, nearest
 from fxzero.graph.pieces import Piece
 from fxzero.inspect import Analysis, Capture, MemoryReport, ScheduleRow
+from fxzero.inspect.pipeline import PipelineReport
 
 
 def size(num_bytes: float) -> str:
@@ -103,6 +104,43 @@ def print_memory(console: Console, report: MemoryReport) -> None:
         f"layer\n|{report.curve_text()}| {size(max(report.curve, default=0))}",
         highlight=False,
     )
+
+
+def print_pipeline(console: Console, report: PipelineReport) -> None:
+    """The stages, what travels between them, and the schedule as a picture."""
+    columns = ["stage", "rank", "layers", "parameters", "forward", "backward", "of it weights'"]
+    table = Table(*columns, "to the next stage")
+    for column in (0, 1, 3, 4, 5, 6, 7):
+        table.columns[column].justify = "right"
+    for number, stage in enumerate(report.found.stages):
+        last = number == len(report.found.stages) - 1
+        crossing = None if last else report.found.crossings[number]
+        layers = [layer or "(root)" for layer in stage.layers]
+        table.add_row(
+            str(number),
+            str(report.rank_of[number]),
+            layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]}",
+            f"{stage.num_parameters:,}",
+            *(f"{us / 1e3:,.2f} ms" for us in (stage.forward_us, stage.us - stage.forward_us)),
+            f"{stage.weight_us / 1e3:,.2f} ms",
+            f"{size(crossing.num_bytes)}, back {size(crossing.gradient_bytes)}" if crossing else "",
+        )
+    console.print(table)
+    ranks = zip(report.idle_shares, report.in_flight, report.peak_bytes, strict=True)
+    shared = ", ".join(report.found.shared)
+    console.print(
+        f"{report.schedule}, {report.num_micro_batches} micro-batches: "
+        f"{report.step_us / 1e3:,.2f} ms a step ({report.costs}); slowest stage over mean "
+        f"{report.found.imbalance:.3f}" + (f"; held by several stages: {shared}" if shared else ""),
+        highlight=False,
+    )
+    for rank, (idle, flights, held) in enumerate(ranks):
+        console.print(
+            f"rank {rank}: idle {idle:.1%}, {flights} micro-batches in flight, {size(held)} of "
+            "model states and what they save",
+            highlight=False,
+        )
+    console.print(report.picture, highlight=False, markup=False, soft_wrap=True)
 
 
 def _rungs_table(report: MemoryReport) -> Table:

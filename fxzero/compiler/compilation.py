@@ -71,6 +71,9 @@ class Compilation:
     """By layer, equal ones for which early passes have decided as for it."""
     rungs: tuple[Tried, ...] = ()
     """What was tried to find out what leaves the device, where that was left to be decided."""
+    every_layer: bool = False
+    """Whether passes shall see all layers of a chain of equal ones, for somebody who looks at
+    them."""
     tries: bool = False
     """Whether what it makes is tried, and may not be taken: warnings wait."""
 
@@ -188,7 +191,7 @@ class Compilation:
 
     def schedule_freely(self, graph: StepGraph) -> None:
         """Decide what happens in the step, and when, whatever it holds."""
-        if any(map(self.config.tile_linear.cuts, graph.specs.values())):
+        if self.every_layer or any(map(self.config.tile_linear.cuts, graph.specs.values())):
             self._schedule(graph, leave_out=False)  # blocks of a layer are no part of it
             return
         folded = graph.clone() if self.folds.leave_out else None

@@ -1,0 +1,212 @@
+"""What a model would be as a pipeline: its stages, what travels between them, and the schedule.
+
+The joint graph of one micro-step is captured as always, for the ranks of one stage, and cut
+(`fxzero.schedule.stages`); a table of the schedule is replayed with what the stages take
+(`fxzero.schedule.pipeline_replay`). Nothing is started, and no rank is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fxzero.compiler.compilation import Compilation, observers
+from fxzero.cost import CostModel
+from fxzero.errors import ConfigError, nearest
+from fxzero.graph import StepGraph
+from fxzero.inspect.capture import Capture, capture
+from fxzero.passes import Recompute
+from fxzero.passes.base import Context, Notes, Pass
+from fxzero.schedule.pipeline_replay import PipelineReplay, check, read_table, replay_table
+from fxzero.schedule.pipeline_tables import TABLES, Action, Table, Work
+from fxzero.schedule.stages import MODEL_STATES, Stages, stages_of
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """A model as a pipeline."""
+
+    schedule: str
+    num_ranks: int
+    """Along the pipeline; each is as many as share one stage."""
+    num_micro_batches: int
+    costs: str
+    found: Stages
+    rank_of: tuple[int, ...]
+    """By stage."""
+    in_flight: tuple[int, ...]
+    """By rank, the most micro-steps that it has begun and not ended."""
+    idle_shares: tuple[float, ...]
+    """By rank."""
+    peak_bytes: tuple[int, ...]
+    """By rank: model states, and what its micro-steps in flight save. What a schedule of gathers
+    holds beside it is not in it."""
+    step_us: float
+    picture: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as what `json` can write."""
+        return {**asdict(self), "imbalance": self.found.imbalance}
+
+
+@dataclass(frozen=True)
+class _Look(Pass):
+    """Keep a copy of the graph."""
+
+    name: ClassVar[str] = "look"
+    seen: Callable[[StepGraph, CostModel], None] = lambda graph, costs: None
+
+    def __post_init__(self) -> None:
+        """A function is no setting."""
+
+    def run(self, graph: StepGraph, ctx: Context) -> Notes:
+        """See the class."""
+        self.seen(graph.clone(), ctx.costs)
+        return Notes()
+
+
+@contextlib.contextmanager
+def _micro_steps() -> Iterator[list[tuple[StepGraph, CostModel]]]:
+    """Collect the graphs of one micro-step that are compiled meanwhile, before they are sharded."""
+    found: list[tuple[StepGraph, CostModel]] = []
+
+    def observe(compilation: Compilation) -> None:
+        compilation.every_layer = True
+        passes = list(compilation.pipelines.scheduling)
+        place = next(i for i, one in enumerate(passes) if isinstance(one, Recompute))
+        passes.insert(place + 1, _Look(seen=lambda graph, costs: found.append((graph, costs))))
+        compilation.take(replace(compilation.pipelines, scheduling=tuple(passes)))
+
+    observers.append(observe)
+    try:
+        yield found
+    finally:
+        observers.remove(observe)
+
+
+def table_of(schedule: str, num_ranks: int, num_micro_batches: int) -> Table:
+    """The table of a schedule: one of `TABLES`, or a CSV file.
+
+    Raises:
+        ConfigError: there is none of that name, or it is for other numbers.
+    """
+    if schedule in TABLES:
+        table = TABLES[schedule](num_ranks, num_micro_batches)
+        check(table)
+        return table
+    if not schedule.endswith(".csv"):
+        raise ConfigError(
+            f"schedule={schedule!r}: {nearest(schedule, TABLES)}. Or name a file, x.csv."
+        )
+    table = read_table(Path(schedule))
+    if (table.num_ranks, table.num_micro_steps) != (num_ranks, num_micro_batches):
+        raise ConfigError(
+            f"schedule={schedule!r} is for {table.num_ranks} ranks and {table.num_micro_steps} "
+            f"micro-batches, and there are {num_ranks} and {num_micro_batches}"
+        )
+    return table
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """The graph of one micro-step, before it is sharded."""
+
+    capture: Capture
+    """Of the whole step."""
+    graph: StepGraph
+    costs: CostModel
+
+
+def micro_step_of(build: Callable[[], Any], *, micro_batches: int, **settings: Any) -> MicroStep:
+    """Capture a step, and keep the graph of one of its micro-steps.
+
+    Args:
+        settings: further ones of `capture`; ``world_size`` is how many ranks share each stage.
+
+    Raises:
+        ConfigError: the forward is several graphs.
+    """
+    with _micro_steps() as seen:
+        captured = capture(build, step=True, micro_batches=micro_batches, **settings)
+    if len(seen) != 1:
+        raise ConfigError(
+            f"the step is {len(seen)} graphs, and a pipeline is cut out of one. "
+            "fxzero inspect without --mesh shows what breaks it."
+        )
+    ((graph, costs),) = seen
+    return MicroStep(captured, graph, costs)
+
+
+def as_pipeline(micro_step: MicroStep, table: Table) -> PipelineReport:
+    """Cut a micro-step into the stages of a schedule.
+
+    Raises:
+        ConfigError: more stages than places to cut at.
+    """
+    costs = micro_step.costs
+    found = stages_of(micro_step.graph, costs, table.num_stages, table.num_micro_steps)
+    replayed = replay_table(table, _action_us(found, table), _transfer_us(found))
+    return _report(table, found, replayed, _in_flight(table), costs.name)
+
+
+def _in_flight(table: Table) -> list[int]:
+    """By stage, the most micro-steps whose forward has begun and whose backward has not ended."""
+    last = Work.WEIGHT_GRADIENTS if table.splits_backward else Work.BACKWARD
+    most = [0] * table.num_stages
+    for row in table.ranks:
+        now = [0] * table.num_stages
+        for action in row:
+            now[action.stage] += (action.work is Work.FORWARD) - (action.work is last)
+            most[action.stage] = max(most[action.stage], now[action.stage])
+    return most
+
+
+def _action_us(found: Stages, table: Table) -> Callable[[Action], float]:
+    def action_us(action: Action) -> float:
+        stage = found.stages[action.stage]
+        match action.work:
+            case Work.FORWARD:
+                return stage.forward_us
+            case Work.BACKWARD:
+                return stage.input_us + stage.weight_us
+            case Work.INPUT_GRADIENTS:
+                return stage.input_us
+            case Work.WEIGHT_GRADIENTS:
+                return stage.weight_us
+
+    return action_us
+
+
+def _transfer_us(found: Stages) -> Callable[[Action, Action], float]:
+    def transfer_us(before: Action, action: Action) -> float:
+        crossing = found.crossings[min(before.stage, action.stage)]
+        sent = crossing.num_bytes if action.work is Work.FORWARD else crossing.gradient_bytes
+        both = crossing.num_bytes + crossing.gradient_bytes
+        return crossing.us * sent / both if both else 0.0
+
+    return transfer_us
+
+
+def _report(
+    table: Table, found: Stages, replayed: PipelineReplay, flights: list[int], costs: str
+) -> PipelineReport:
+    held = [0] * table.num_ranks
+    for number, stage in enumerate(found.stages):
+        own = MODEL_STATES * stage.parameter_bytes + flights[number] * stage.saved_bytes
+        held[table.rank_of[number]] += own
+    return PipelineReport(
+        schedule=table.name,
+        num_ranks=table.num_ranks,
+        num_micro_batches=table.num_micro_steps,
+        costs=costs,
+        found=found,
+        rank_of=tuple(table.rank_of[stage] for stage in range(table.num_stages)),
+        in_flight=replayed.in_flight,
+        idle_shares=replayed.idle_shares,
+        peak_bytes=tuple(held),
+        step_us=replayed.makespan_us,
+        picture=replayed.picture(),
+    )

@@ -1,0 +1,407 @@
+"""The stages of a pipeline, read from a joint graph: what each computes, holds and sends.
+
+    forward    embed ─ blocks.0 ─ blocks.1 ┊ blocks.2 ─ blocks.3 ─ head      ┊ the cut
+    backward   what has come of a forward's node runs where that one does
+
+What depends on no parameter (masks, positions, rotary tables) is computed where it is read instead
+of being sent. What a later stage reads travels through those between, and its gradient comes back
+the same way. A parameter that several stages read is held by each of them. Backward's nodes are
+known by their forward's: autograd has numbered both alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import fx
+
+from fxzero.cost.model import CostModel
+from fxzero.errors import ConfigError
+from fxzero.graph import Phase, Role, StepGraph
+from fxzero.graph.aliases import is_view, root
+from fxzero.graph.operators import is_random, num_bytes
+from fxzero.graph.stamps import stamp_of
+from fxzero.schedule.stage_cuts import Positions, best_cuts
+from fxzero.transfer import Transfer, TransferKind
+
+MOST_POSITIONS = 400
+"""Of more places to cut at, those where least crosses, one in each stretch of equal time."""
+MODEL_STATES = 4
+"""A parameter, its gradient and two moments: what training with AdamW holds, in parameters."""
+
+
+@dataclass
+class Operator:
+    """A node of forward that a stage computes, with what has come of it in backward."""
+
+    node: fx.Node
+    forward_us: float = 0.0
+    backward: list[tuple[float, int]] = field(default_factory=list)
+    """By node of it: what it takes, and the place of the first operator whose backward waits for
+    it."""
+    params: set[str] = field(default_factory=set)
+    """Keys of the parameters that it reads."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What travels from one stage to the next, for one micro-step."""
+
+    values: tuple[str, ...]
+    num_bytes: int
+    gradient_bytes: int
+    """What comes back."""
+    us: float
+    """Both ways."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage does, for one micro-step, and what it holds."""
+
+    layers: tuple[str, ...]
+    num_operators: int
+    num_parameters: int
+    parameter_bytes: int
+    saved_bytes: int
+    """What one micro-step's forward keeps for its backward."""
+    forward_us: float
+    input_us: float
+    """Of backward: what the stage before waits for."""
+    weight_us: float
+    repeated: int
+    """Operators of other stages that it computes for itself, as they need no parameter."""
+
+    @property
+    def us(self) -> float:
+        """Forward and backward."""
+        return self.forward_us + self.input_us + self.weight_us
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A micro-step in stages."""
+
+    stages: tuple[Stage, ...]
+    crossings: tuple[Crossing, ...]
+    """Between two stages, the first one first."""
+    shared: tuple[str, ...]
+    """Names of parameters that several stages hold."""
+    us: float
+    """What the objective says that all micro-steps take: see `fxzero.schedule.stage_cuts`."""
+
+    @property
+    def imbalance(self) -> float:
+        """The slowest stage over the mean."""
+        times = [stage.us for stage in self.stages]
+        return max(times) / (sum(times) / len(times))
+
+
+class Operators:
+    """The operators of a joint graph's forward, in its order."""
+
+    def __init__(self, graph: StepGraph, costs: CostModel) -> None:
+        self.graph = graph
+        self.costs = costs
+        forward = list(graph.nodes(phase=Phase.FORWARD, role=Role.COMPUTE))
+        self.free = _free_of_parameters(graph, forward)
+        used = _used_in_forward(graph, forward)
+        self.own = [Operator(n) for n in forward if n in used and n not in self.free]
+        self.place = {op.node: i for i, op in enumerate(self.own)}
+        for node in forward:  # what backward alone reads stands where what it is made of does
+            if node not in used and node not in self.free:
+                sources = [self.place[s] for s in node.all_input_nodes if s in self.place]
+                self.place[node] = max(sources, default=0)
+        self._find_params()
+        self._find_times()
+
+    def _find_params(self) -> None:
+        for op in self.own:
+            for source in op.node.all_input_nodes:
+                if source in self.graph.inputs:
+                    op.params.add(self.graph.inputs[source])
+                elif source.op == "call_function" and stamp_of(source).role is Role.UNSHARD:
+                    op.params.update(stamp_of(source).params)
+
+    def _find_times(self) -> None:
+        twins: dict[tuple[str, object], Operator] = {}
+        for op in self.own:  # the first of several, which are parts of it
+            twins.setdefault(_number(op.node), op)
+        backward = list(self.graph.nodes(phase=Phase.BACKWARD, role=Role.COMPUTE))
+        self.twin = {node: twins.get(_number(node)) for node in backward}
+        self._lend(backward)
+        us = self._node_us([op.node for op in self.own]) | self._node_us(backward)
+        reaches = self._earliest(backward)
+        for op in self.own:
+            op.forward_us = us[op.node]
+        for node in backward:
+            twin = self.twin[node]
+            if twin is not None:
+                twin.backward.append((us[node], reaches[node]))
+
+    def _lend(self, backward: list[fx.Node]) -> None:
+        """Let a node without a number go with the first backward node that reads it."""
+        for node in reversed(backward):
+            if self.twin[node] is None:
+                readers = (self.twin.get(user) for user in node.users)
+                self.twin[node] = next((twin for twin in readers if twin is not None), None)
+
+    def _node_us(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, float]:
+        """What each node takes as part of the run of its layer that it will be fused into."""
+        runs: list[list[fx.Node]] = []
+        for node in nodes:
+            if runs and stamp_of(runs[-1][-1]).layer == stamp_of(node).layer:
+                runs[-1].append(node)
+            else:
+                runs.append([node])
+        found: dict[fx.Node, float] = {}
+        for run in runs:
+            alone = {node: 0.0 if is_view(node) else self.costs.operator_us(node) for node in run}
+            together, total = self.costs.compute_us(run), sum(alone.values())
+            found |= {node: us * together / total if total else 0.0 for node, us in alone.items()}
+        return found
+
+    def _earliest(self, backward: list[fx.Node]) -> dict[fx.Node, int]:
+        """By node of backward, the place of the first operator whose backward waits for it."""
+        found: dict[fx.Node, int] = {}
+        last = len(self.own)
+        for node in reversed(backward):
+            twin = self.twin[node]
+            own = self.place[twin.node] if twin is not None else last
+            found[node] = min([own, *(found.get(user, last) for user in node.users)])
+        return found
+
+    def last_read(self) -> dict[fx.Node, int]:
+        """By value that an operator makes, the place of the last operator that reads it, itself or
+        in its backward."""
+        found: dict[fx.Node, int] = {}
+        for op in self.own:
+            for source in op.node.all_input_nodes:
+                self._note(found, source, self.place[op.node])
+        for node, twin in self.twin.items():
+            for source in node.all_input_nodes if twin is not None else ():
+                assert twin is not None
+                self._note(found, source, self.place[twin.node])
+        return found
+
+    def _note(self, found: dict[fx.Node, int], source: fx.Node, place: int) -> None:
+        if source in self.place:
+            value = root(source)
+            if value in self.place:
+                found[value] = max(found.get(value, 0), place)
+
+    def saved(self) -> dict[fx.Node, int]:
+        """By value that backward reads, its bytes."""
+        read = {root(s) for node in self.twin for s in node.all_input_nodes if s in self.place}
+        return {value: num_bytes(value) for value in read if value in self.place}
+
+
+def _used_in_forward(graph: StepGraph, forward: Sequence[fx.Node]) -> set[fx.Node]:
+    """What the forward's results need; the rest is kept for backward alone."""
+    values = graph.output_values[: graph.num_forward_outputs]
+    queue = [value for value in values if isinstance(value, fx.Node)]
+    inside = set(forward)
+    found: set[fx.Node] = set()
+    while queue:
+        node = queue.pop()
+        if node in inside and node not in found:
+            found.add(node)
+            queue += node.all_input_nodes
+    return found
+
+
+def _free_of_parameters(graph: StepGraph, forward: Iterable[fx.Node]) -> set[fx.Node]:
+    """What can be computed anywhere: from the batch and from numbers alone, and not at random."""
+    free: set[fx.Node] = set()
+    for node in forward:
+        if is_random(node):
+            continue
+        sources = node.all_input_nodes
+        if all(
+            source in free
+            or source.op == "get_attr"
+            or (source.op == "placeholder" and source not in graph.inputs)
+            for source in sources
+        ):
+            free.add(node)
+    return free
+
+
+def _number(node: fx.Node) -> tuple[str, object]:
+    """Equal for a node of forward and what has come of it in backward; a copied layer has the
+    numbers of the layer that was traced."""
+    return stamp_of(node).layer, node.meta.get("seq_nr")
+
+
+def stages_of(
+    graph: StepGraph,
+    costs: CostModel,
+    num_stages: int,
+    num_micro_steps: int,
+    *,
+    budget_bytes: float = float("inf"),
+    in_flight: Sequence[int] = (),
+) -> Stages:
+    """Cut a micro-step into stages, for the least time of all micro-steps.
+
+    Args:
+        graph: stamped, with all layers in it.
+        budget_bytes: of a stage: `MODEL_STATES` parameters, and what it saves.
+        in_flight: by stage, of how many micro-steps it keeps what is saved.
+
+    Raises:
+        ConfigError: there are more stages than places to cut at, or none fit the budget.
+    """
+    operators = Operators(graph, costs)
+    order = _Order(operators)
+    positions, ends = order.positions()
+    cuts = best_cuts(
+        positions,
+        num_stages,
+        num_micro_steps,
+        budget_bytes=budget_bytes,
+        in_flight=in_flight,
+    )
+    if cuts is None:
+        if budget_bytes < float("inf"):
+            raise ConfigError(
+                f"no {num_stages} stages of this graph hold {budget_bytes:.0f} bytes or less each, "
+                f"with {list(in_flight) or 1} micro-steps in flight. Allow more, or take more "
+                "stages."
+            )
+        raise ConfigError(
+            f"{num_stages} stages: the graph has {len(operators.own)} operators in its forward, "
+            f"and {max(len(ends) - 2, 0)} places to cut at. Take fewer stages."
+        )
+    borders = [0, *(ends[p] for p in cuts.positions), len(operators.own)]
+    stages = [order.stage(first, until) for first, until in pairwise(borders)]
+    crossings = [order.crossing(at) for at in borders[1:-1]]
+    holders: dict[str, int] = {}
+    for first, until in pairwise(borders):
+        for key in {key for op in operators.own[first:until] for key in op.params}:
+            holders[key] = holders.get(key, 0) + 1
+    shared = sorted(graph.specs[key].name for key, count in holders.items() if count > 1)
+    return Stages(tuple(stages), tuple(crossings), tuple(shared), cuts.us)
+
+
+class _Order:
+    """Operators one behind the other, and what crosses between two of them."""
+
+    def __init__(self, operators: Operators) -> None:
+        self.operators = operators
+        self.own = operators.own
+        self.last = operators.last_read()
+        self.saved = operators.saved()
+
+    def positions(self) -> tuple[Positions, list[int]]:
+        """Where cuts can be, and by position how many operators are in front of it."""
+        count = len(self.own)
+        crossing = np.zeros(count + 1)
+        for value, last in self.last.items():
+            made = self.operators.place[value]
+            is_tensor = isinstance(value.meta.get("val"), torch.Tensor)
+            own = num_bytes(value) + gradient_bytes(value) if is_tensor else np.inf
+            crossing[made + 1 : last + 1] += own
+        us = np.concatenate([[0.0], np.cumsum([_us(op) for op in self.own])])
+        ends = self._candidates(crossing, us)
+        states = self._parameter_bytes(ends)
+        saved = np.concatenate([[0.0], np.cumsum([self.saved.get(op.node, 0) for op in self.own])])
+        cut_us = [self._travel_us(crossing[end]) if 0 < end < count else 0.0 for end in ends]
+        nested = np.triu(np.ones((len(ends), len(ends)), dtype=np.bool_), 1)
+        return Positions(us[ends], np.array(cut_us), states, saved[ends], nested), ends
+
+    def _candidates(self, crossing: np.ndarray, us: np.ndarray) -> list[int]:
+        """All places where time has passed, of each stretch of time the one where least crosses."""
+        count = len(self.own)
+        inner = [end for end in range(1, count) if 0 < us[end] < us[count]]
+        inner = [end for end in inner if np.isfinite(crossing[end])]  # nothing is taken apart
+        if len(inner) > MOST_POSITIONS:
+            stretches = np.minimum((us * MOST_POSITIONS / us[count]).astype(int), MOST_POSITIONS)
+            best: dict[int, int] = {}
+            for end in inner:
+                known = best.get(stretches[end])
+                if known is None or crossing[end] < crossing[known]:
+                    best[stretches[end]] = end
+            inner = sorted(best.values())
+        else:
+            by_time: dict[float, int] = {}
+            for end in inner:  # views take no time: of several places at one time the narrowest
+                known = by_time.get(us[end])
+                if known is None or crossing[end] < crossing[known]:
+                    by_time[us[end]] = end
+            inner = sorted(by_time.values())
+        return [0, *inner, count]
+
+    def _parameter_bytes(self, ends: Sequence[int]) -> np.ndarray:
+        """What is held in front of each position; a parameter is counted where it is read first."""
+        seen: set[str] = set()
+        sums = [0.0]
+        for op in self.own:
+            new = op.params - seen
+            seen |= new
+            sums.append(sums[-1] + MODEL_STATES * sum(map(self._bytes_of, new)))
+        return np.array(sums)[list(ends)]
+
+    def _bytes_of(self, key: str) -> int:
+        spec = self.operators.graph.specs[key]
+        return math.prod(spec.local_shape) * spec.dtype.itemsize
+
+    def _travel_us(self, both_bytes: float) -> float:
+        record = Transfer(TransferKind.ALL_GATHER, full_bytes=int(2 * both_bytes), size=2)
+        return self.operators.costs.transfer(record).wire_us  # half of it crosses: what is sent
+
+    def crossing(self, at: int) -> Crossing:
+        """What travels across the place before an operator."""
+        values = [
+            value for value, last in self.last.items() if self.operators.place[value] < at <= last
+        ]
+        sent, back = sum(map(num_bytes, values)), sum(map(gradient_bytes, values))
+        names = tuple(sorted(value.name for value in values))
+        return Crossing(names, sent, back, self._travel_us(sent + back))
+
+    def stage(self, first: int, until: int) -> Stage:
+        """The operators between two places as a stage."""
+        own = self.own[first:until]
+        keys = {key for op in own for key in op.params}
+        specs = [self.operators.graph.specs[key] for key in keys]
+        nodes = {op.node for op in own}
+        backward = [part for op in own for part in op.backward]
+        saved = sum(self.saved.get(node, 0) for node in nodes)
+        return Stage(
+            layers=tuple(dict.fromkeys(stamp_of(op.node).layer for op in own)),
+            num_operators=len(own),
+            num_parameters=sum(math.prod(spec.shape) for spec in specs),
+            parameter_bytes=sum(map(self._bytes_of, keys)),
+            saved_bytes=saved,
+            forward_us=sum(op.forward_us for op in own),
+            input_us=sum(us for us, reach in backward if reach < first),
+            weight_us=sum(us for us, reach in backward if reach >= first),
+            repeated=len(self._free_for(nodes)),
+        )
+
+    def _free_for(self, nodes: set[fx.Node]) -> set[fx.Node]:
+        """What needs no parameter, and some operators read."""
+        found: set[fx.Node] = set()
+        queue = [source for node in nodes for source in node.all_input_nodes]
+        while queue:
+            node = queue.pop()
+            if node in self.operators.free and node not in found:
+                found.add(node)
+                queue += node.all_input_nodes
+        return found
+
+
+def gradient_bytes(value: fx.Node) -> int:
+    """What comes back for a value that was sent: as much, if it is differentiated."""
+    tensor = value.meta.get("val")
+    differentiable = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+    return num_bytes(value) if differentiable else 0
+
+
+def _us(op: Operator) -> float:
+    return op.forward_us + sum(us for us, _ in op.backward)

@@ -1,0 +1,217 @@
+"""Models as pipelines: stages of graphs that nobody made for it, and what schedules come to."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from examples.models import gpt_bench, gpt_nano
+from fxzero.cli.app import app
+from fxzero.errors import ConfigError
+from fxzero.inspect.pipeline import MicroStep, PipelineReport, as_pipeline, micro_step_of, table_of
+from fxzero.schedule.pipeline_tables import TABLES
+
+OPTIONS = {"lower_regions": {"backend": "eager"}, "cost": {"cluster": "dgx_h100"}}
+"""Links that are fast enough for pipelines of small models."""
+
+
+def gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Eight layers with an embedding that is the head's too."""
+    model = gpt_bench(num_layers=8, hidden=64, num_heads=4, block_size=32, vocab_size=128)
+    return model, model.example_inputs(8)
+
+
+class UNet(nn.Module):
+    """What goes down is read again on the way up."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(512, 512) for _ in range(depth))
+        self.up = nn.ModuleList(nn.Linear(512, 512) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 512) to a scalar."""
+        kept = []
+        for layer in self.down:
+            x = layer(x).relu()
+            kept.append(x)
+        for layer in self.up:
+            x = layer(x + kept.pop()).relu()
+        return x.square().mean()
+
+
+def unet() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """With a batch."""
+    return UNet(), (torch.randn(1024, 512),)
+
+
+def t5() -> tuple[nn.Module, dict[str, Tensor]]:
+    """An encoder and a decoder that reads it in every layer, of T5-small's shape, less wide."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        num_layers=6,
+        num_decoder_layers=6,
+        d_model=64,
+        d_ff=256,
+        num_heads=4,
+        d_kv=16,
+        vocab_size=512,
+        decoder_start_token_id=0,
+    )
+    tokens = torch.zeros(8, 16, dtype=torch.int64)
+    return T5ForConditionalGeneration(config), {"input_ids": tokens, "labels": tokens}
+
+
+@functools.cache
+def micro_step(build: Callable[[], Any], world_size: int) -> MicroStep:
+    """A model's graph, four micro-batches a step."""
+    zero = 3 if world_size > 1 else 0
+    return micro_step_of(build, micro_batches=4, world_size=world_size, zero=zero, options=OPTIONS)
+
+
+def report(
+    build: Callable[[], Any], num_ranks: int = 4, schedule: str = "1f1b", world_size: int = 1
+) -> PipelineReport:
+    """Cut into stages."""
+    table = table_of(schedule, num_ranks, 4)
+    return as_pipeline(micro_step(build, world_size), table)
+
+
+@pytest.mark.parametrize("build", [gpt, unet, t5])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_parameter_is_in_a_stage(build: Callable[[], Any], num_ranks: int) -> None:
+    """Once, but for those that several read, whose names are told."""
+    found = report(build, num_ranks).found
+    model = build()[0]
+    every = sum(p.numel() for p in model.parameters())
+    shared = {name: p.numel() for name, p in model.named_parameters() if name in found.shared}
+    held = sum(stage.num_parameters for stage in found.stages)
+    assert every <= held <= every + (num_ranks - 1) * sum(shared.values())
+    assert bool(shared) == (held > every)
+
+
+def test_t5_in_four_stages_is_even() -> None:
+    """The slowest takes at most a tenth more than the mean."""
+    found = report(t5).found
+    assert found.imbalance <= 1.10
+    assert found.shared == ("shared.weight",)
+    assert any(stage.repeated > 10 for stage in found.stages)  # masks and positions
+
+
+def test_what_is_read_later_travels_through_all_stages_between() -> None:
+    """The U's first value is read last."""
+    found = report(unet).found
+    row = 1024 // 4 * 512 * 4
+    assert [crossing.num_bytes // row for crossing in found.crossings] == [2, 4, 2]
+    assert all(c.gradient_bytes == c.num_bytes for c in found.crossings)
+
+
+def test_a_chain_is_cut_where_little_crosses() -> None:
+    """In a GPT the batch's rows, for one micro-batch, and within a block what is added to them:
+    queries, keys and values at most."""
+    found = report(gpt).found
+    rows_bytes = 2 * 32 * 64 * 4
+    assert all(crossing.num_bytes <= 4 * rows_bytes for crossing in found.crossings)
+    assert found.imbalance < 1.1
+
+
+def test_the_first_stage_computes_no_gradient_of_its_input() -> None:
+    """Nobody waits for it; every other one's is waited for."""
+    stages = report(gpt).found.stages
+    assert stages[0].input_us == 0
+    assert all(stage.input_us > 0 and stage.weight_us > 0 for stage in stages[1:])
+
+
+@pytest.mark.parametrize("schedule", sorted(TABLES))
+def test_every_schedule(schedule: str) -> None:
+    """Takes what all stages take and more, in the time of the slowest rank or more."""
+    found = report(gpt, 2, schedule)
+    work = sum(stage.us for stage in found.found.stages)
+    assert found.step_us > 4 * work / 2
+    assert all(0 < idle < 1 for idle in found.idle_shares)
+    assert len(found.rank_of) == len(found.found.stages) == 2 * (2 if len(found.rank_of) > 2 else 1)
+    assert found.picture.count("\n") == 1
+
+
+def test_fewer_in_flight_hold_less() -> None:
+    """1F1B against GPipe, whose ranks hold all four."""
+    early, late = report(gpt, 4, "1f1b"), report(gpt, 4, "gpipe")
+    assert early.in_flight == (4, 3, 2, 1)
+    assert late.in_flight == (4, 4, 4, 4)
+    assert early.peak_bytes[0] == late.peak_bytes[0]
+    assert early.peak_bytes[3] < late.peak_bytes[3]
+
+
+def test_shards_of_a_stage() -> None:
+    """Two ranks a stage hold half of its parameters each."""
+    for world_size in (1, 2):
+        for stage in report(gpt, world_size=world_size).found.stages:
+            whole = 4 * stage.num_parameters
+            assert stage.parameter_bytes == pytest.approx(whole / world_size, rel=0.02)
+
+
+def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
+    """As a file; another one's numbers are refused."""
+    path = tmp_path / "mine.csv"
+    TABLES["zb_h1"](2, 4).write(path)
+    mine, theirs = report(gpt, 2, str(path)), report(gpt, 2, "zb_h1")
+    assert mine.step_us == theirs.step_us
+    with pytest.raises(ConfigError, match="is for 2 ranks and 4 micro-batches, and there are 3"):
+        report(gpt, 3, str(path))
+
+
+def test_what_cannot_be() -> None:
+    """A sentence each, before anything is compiled where that can be."""
+    with pytest.raises(ConfigError, match=r"schedule='1f2b': did you mean '1f1b'.*x\.csv"):
+        report(gpt, 2, "1f2b")
+    with pytest.raises(ConfigError, match=r"200 stages: the graph has .* Take fewer stages"):
+        report(unet, 200)
+
+
+COMMAND = "inspect examples.models:gpt_nano --step --micro-batches 4 --mesh 2x2".split()
+
+
+def test_the_command() -> None:
+    """Shows stages and schedule, and the same as JSON."""
+    text = CliRunner().invoke(app, [*COMMAND, "--schedule", "zb_h1"], catch_exceptions=False)
+    assert text.exit_code == 0, text.output
+    assert "held by several stages: tokens.weight" in text.output
+    assert "rank 1: idle" in text.output
+    assert "\nrank 1 |" in text.output
+    found = CliRunner().invoke(app, [*COMMAND, "--json"], catch_exceptions=False)
+    data = json.loads(found.output)["pipeline"]
+    assert data["schedule"] == "1f1b"
+    assert sum(s["num_parameters"] for s in data["found"]["stages"]) > 842_496
+    assert data["imbalance"] < 1.1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--mesh 2x2", "--mesh has a meaning only with --step"),
+        ("--step --schedule zbv", "--schedule has a meaning only with --mesh"),
+        ("--step --mesh 2", "--mesh 2: write pipeline ranks x ranks of each stage, as in 4x2"),
+        ("--step --mesh 2x2 --world-size 16", "--mesh 2x2 has 4 ranks, --world-size 16"),
+        ("--step --mesh 2x2 --rank 3", "rank 3 is not in a world of 2 ranks"),
+    ],
+)
+def test_wrong_use_of_the_command(arguments: str, message: str) -> None:
+    """Exit code 2, and a sentence."""
+    command = ["inspect", "examples.models:gpt_nano", *arguments.split()]
+    found = CliRunner().invoke(app, command)
+    assert found.exit_code == 2
+    assert message in found.output
+
+
+def test_gpt_nano_has_the_parameters_that_are_said() -> None:
+    """Of the command's test."""
+    assert sum(p.numel() for p in gpt_nano().parameters()) == 842_496
