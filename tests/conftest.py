@@ -15,6 +15,11 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+
+# As torchrun has it for ranks. Two workers and their ranks share the cores: a thread that waits for
+# another one's part of a loop would turn on a core that somebody else needs.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:

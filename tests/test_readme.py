@@ -16,6 +16,7 @@ import fxzero
 from examples import check_readme, train
 from examples.settings import Settings
 from fxzero.cli.app import app
+from tests.tiers import exhaustive
 from tests.tracing import texts
 
 README = check_readme.README.read_text(encoding="utf-8")
@@ -39,8 +40,13 @@ def test_the_excerpt_of_inspect_is_what_is_printed() -> None:
     assert check_readme.unlike(excerpt, output) == []
 
 
+INSPECTED = check_readme.inspect_arguments(README)[1:]
+
+
 @pytest.mark.parametrize(
-    "arguments", check_readme.inspect_arguments(README)[1:], ids=lambda words: " ".join(words[1:])
+    "arguments",
+    [*INSPECTED[::2], *exhaustive(*INSPECTED[1::2])],
+    ids=lambda words: " ".join(words[1:]),
 )
 def test_every_command_of_inspect(arguments: list[str]) -> None:
     """As it is printed, with the target of the first one."""

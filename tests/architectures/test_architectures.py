@@ -12,14 +12,17 @@ import torch
 from tests.architectures.models import ARCHITECTURES
 from tests.architectures.run import DOORS, Trained, compare, judge
 from tests.parity.harness import Pools
+from tests.tiers import in_two_tiers
 
 SAMPLE = [("bert", 0), ("t5", 3), ("mixtral", 3), ("vit", 0)]
 """What is quick to compile, of four kinds."""
 
 
 @pytest.mark.parametrize("world", [2])
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize(("name", "zero"), SAMPLE)
+@pytest.mark.parametrize(
+    ("name", "zero", "door"),
+    in_two_tiers([(*each, door) for each in SAMPLE for door in DOORS]),
+)
 def test_it_trains_as_eager_does(ranks: Pools, world: int, name: str, zero: int, door: str) -> None:
     for verdict in ranks(world).run(judge, name, zero, door):
         assert verdict.outcome == "right", verdict.why

@@ -22,11 +22,12 @@ from fxzero._compat import equal_layers, layer_copies
 from fxzero.graph.modules import module_path
 from fxzero.inspect.capture import fake_ranks
 from tests.architectures.models import ARCHITECTURES
+from tests.tiers import exhaustive
 
 NUM_LAYERS = 4
-COPIED = ["gpt2", "llama", "mixtral", "bert", "vit"]
+COPIED = ["gpt2", "vit", *exhaustive("llama", "mixtral", "bert")]
 """Architectures that are compared here; `python -m tests.architectures` trains all of them."""
-WITH_A_CACHE = ["gpt2", "t5", "mixtral"]
+WITH_A_CACHE = ["mixtral", *exhaustive("gpt2", "t5")]
 """Of those whose forward makes one unless it is told not to; each layer writes to it."""
 
 

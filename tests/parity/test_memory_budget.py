@@ -32,6 +32,7 @@ from fxzero.schedule.agreement import agree
 from fxzero.schedule.simulate import Memory, simulate, simulate_memory
 from tests.parity.harness import Pools
 from tests.parity.training import Tensors, assert_same, full_optimizer_state, full_parameters
+from tests.tiers import exhaustive
 
 SLACK = 16 << 10
 """Bytes that may be measured above a budget: saved tensors below 4 KiB, which live a little longer
@@ -466,13 +467,15 @@ def test_the_ordinary_loop(name: str, micro_batches: int) -> None:
     assert check(name, "loop", micro_batches=micro_batches) == []
 
 
-@pytest.mark.parametrize(("name", "door"), [("gpt", "step"), ("unet", "loop")])
+@pytest.mark.parametrize(("name", "door"), [("gpt", "step"), *exhaustive(("unet", "loop"))])
 def test_with_compiled_regions(name: str, door: str) -> None:
     """What regions allocate is read from their code."""
     assert check(name, door, regions="inductor") == []
 
 
-@pytest.mark.parametrize(("name", "door", "zero"), [("gpt", "loop", 3), ("unet", "step", 2)])
+@pytest.mark.parametrize(
+    ("name", "door", "zero"), [("gpt", "loop", 3), *exhaustive(("unet", "step", 2))]
+)
 def test_on_two_ranks(ranks: Pools, name: str, door: str, zero: int) -> None:
     """All ranks repeat alike, and gather again for it."""
     for wrong in ranks(2).run(check, name, door, zero=zero, micro_batches=2):
@@ -572,7 +575,9 @@ def test_twelve_budgets() -> None:
     assert times[-1] > times[0]
 
 
-@pytest.mark.parametrize(("door", "regions"), [("step", "eager"), ("loop", "inductor")])
+@pytest.mark.parametrize(
+    ("door", "regions"), [("step", "eager"), *exhaustive(("loop", "inductor"))]
+)
 def test_what_is_random_is_drawn_again(door: str, regions: str) -> None:
     """The same numbers, and the generator goes on as if nothing had happened."""
     settings = {"micro_batches": 2, "regions": regions}

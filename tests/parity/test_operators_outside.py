@@ -25,6 +25,7 @@ REFUSED = {"resize_", "resize_as_", "squeeze", "unsqueeze", "transpose", "t", "a
 """Whose in-place forms give a tensor another shape."""
 
 
+@pytest.mark.exhaustive  # half of it is torch's list of them, made by each rank
 @pytest.mark.parametrize("world", [3])
 def test_every_operator(ranks: Pools, world: int) -> None:
     """Three ranks, so that shards are uneven and some have no rows."""

@@ -22,6 +22,7 @@ from transformers import (
 
 from tests.passes import test_lower_kernels as lowering
 from tests.passes.test_lower_kernels import check_equal, compiled_step, eager_step
+from tests.tiers import exhaustive
 
 decomposed = lowering.decomposed
 CLASSES = 64
@@ -99,7 +100,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["Llama", *exhaustive("GPT-2", "T5")])
 def test_real_models(name: str, decomposed: bool) -> None:
     build, expected = MODELS[name]
     torch.manual_seed(0)

@@ -22,6 +22,7 @@ from fxzero.schedule.simulate import simulate_memory
 from fxzero.schedule.storage import Kind, storages_of
 from tests.parity.harness import Pools
 from tests.stepping import chain_of, step_graph
+from tests.tiers import exhaustive
 from tests.tracing import of, scheduled
 
 _aten = torch.ops.aten
@@ -70,7 +71,7 @@ def simulated_and_measured(
 
 @pytest.mark.parametrize(
     ("zero", "regions", "door"),
-    [(3, "inductor", "step"), (3, "inductor", "loop"), (2, "eager", "step")],
+    [(3, "inductor", "step"), *exhaustive((3, "inductor", "loop")), (2, "eager", "step")],
 )
 def test_the_peak_of_a_gpt(ranks: Pools, zero: int, regions: str, door: str) -> None:
     """Two ranks, both doors: within five percent of what torch allocates."""
