@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +35,28 @@ def free_storage(tensor: torch.Tensor) -> None:
     and corrupts the heap (seen after some tens of steps of small gathers).
     """
     torch.ops.inductor.resize_storage_bytes_(tensor, 0)
+
+
+def allocations_on_cpu(call: Callable[[], Any]) -> tuple[Any, list[int]]:
+    """What a call returns, and by how many bytes each of its allocations on CPU changed what is
+    held, in order: those of this thread and of what it calls.
+
+    By torch's older profiler, whose records are in order of the calls, and which starts at once.
+
+    Raises:
+        RuntimeError: somebody is profiling already.
+    """
+    profiler: Any = torch.autograd
+    experimental = torch._C._profiler._ExperimentalConfig()
+    with_memory = False, True, False, False, False
+    config = profiler.ProfilerConfig(profiler.ProfilerState.CPU, *with_memory, experimental)
+    profiler._enable_profiler_legacy(config)
+    try:
+        result = call()
+    finally:
+        threads = profiler._disable_profiler_legacy()
+    records = [record for thread in threads for record in thread]
+    return result, [r.cpu_memory_usage() for r in records if r.kind() == "memory_alloc"]
 
 
 _NEW_OBJECTS = 10_000

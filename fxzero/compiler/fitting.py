@@ -27,6 +27,7 @@ from fxzero.compiler.largest_parts import largest_shape, take_largest_parts
 from fxzero.compiler.level_search import Search, Trial
 from fxzero.compiler.memory_budget import MemoryBudget, mebibytes, too_small
 from fxzero.compiler.run import PassRecord
+from fxzero.cost.library_workspace import measure
 from fxzero.cost.settings import device_of
 from fxzero.errors import ConfigError
 from fxzero.graph import StepGraph
@@ -178,6 +179,8 @@ class Fitting:
         until = next(i for i, one in enumerate(self.passes) if isinstance(one, Recompute))
         self.first, self.rest = self.passes[:until], self.passes[until:]
         facts = self.compilation.run(self.graph, self.first, frozenset(), of=self.passes)
+        if CACHE.compiles:  # it will run here
+            measure(self.graph.graph.nodes)
         records, decisions = self.compilation.records[:], copy.copy(self.context.decisions)
         self.start = Scheduled(self.graph, records, decisions, facts)
 

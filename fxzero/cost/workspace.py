@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from fxzero._compat import OpOverload, held_bytes, hint
 from fxzero.cost.analytic import flops_of, hinted_value
+from fxzero.cost.library_workspace import measured_bytes
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import tensor_bytes
 from fxzero.graph.pieces import Piece
@@ -40,7 +41,10 @@ def register_workspace_formula(
 
 
 def workspace_bytes(node: fx.Node) -> int:
-    """Bytes that a node's operator holds while it runs, its arguments and results aside."""
+    """Bytes that a node's operator holds while it runs, its arguments and results aside: as they
+    were measured, or else by a formula."""
+    if (found := measured_bytes(node)) is not None:
+        return found
     target: Any = node.target
     arguments = node.args
     state_bytes = 0

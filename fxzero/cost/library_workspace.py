@@ -1,0 +1,102 @@
+"""What torch's operators allocate on this machine's CPU: each is run once, and its allocator asked.
+
+    convolution 3x3, 64 to 64 channels, stride 2     copies in oneDNN's layouts, of its own choice
+    cdist, linalg, sort, gelu_backward of a view     buffers of the library behind it
+
+Which copies there are depends on sizes, layouts, the library's version and the processor, so that a
+formula follows it for some cases only (`fxzero.cost.workspace` has some). A budget that bounds what
+a step holds here has them measured, for what the step calls; `workspace_bytes` answers by that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_iter, tree_map
+
+from fxzero._compat import OpOverload, allocations_on_cpu, is_symbolic, real_tensors
+from fxzero.graph.aliases import is_view
+
+_measured: dict[Any, int] = {}
+"""Bytes, by what is called, with what, by how many threads."""
+_BY_DATA = {torch.ops.aten.linalg_matrix_exp}
+"""Operators that take more or less by the numbers in their input."""
+
+
+def measured_bytes(node: fx.Node) -> int | None:
+    """Bytes that a node's operator holds while it runs, its arguments and results aside; None if
+    nobody has measured it."""
+    return _measured.get(_key(node)) if _measured else None
+
+
+def measure(nodes: Iterable[fx.Node]) -> None:
+    """Run operators on CPU that were not measured yet, on numbers that mean nothing.
+
+    What is random, what is a view, and what is not torch's own is left alone; so is what raises, as
+    a factorization may of such numbers. It takes about as long as two times the operators that are
+    not alike, and as much memory as the largest of them.
+    """
+    for node in nodes:
+        if _is_measurable(node) and (key := _key(node)) not in _measured:
+            try:
+                _measured[key] = _run(node)
+            except (RuntimeError, IndexError, ValueError):
+                continue
+
+
+def _is_measurable(node: fx.Node) -> bool:
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, OpOverload) or is_view(node):
+        return False
+    if target.namespace != "aten" or target.overloadpacket in _BY_DATA:
+        return False
+    if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
+        return False
+    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    tensors = [value for value in tree_iter(values) if isinstance(value, Tensor)]
+    return bool(tensors) and not any(t.device.type != "cpu" or is_symbolic(t) for t in tensors)
+
+
+def _key(node: fx.Node) -> Any:
+    def described(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            value = value.meta.get("val")
+        if isinstance(value, Tensor):
+            return "tensor", tuple(value.shape), tuple(value.stride()), value.dtype
+        return value
+
+    arguments = tree_map(described, (node.args, node.kwargs), is_leaf=_is_node)
+    return node.target, repr(arguments), torch.get_num_threads()
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, fx.Node)
+
+
+def _run(node: fx.Node) -> int:
+    """Run it twice, as the first call may leave something for all that follow."""
+    target: Any = node.target
+    with real_tensors(), torch.no_grad():
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _made_like(n.meta["val"]))
+        target(*args, **kwargs)
+        results, changes = allocations_on_cpu(lambda: target(*args, **kwargs))
+        given = {t.untyped_storage().data_ptr() for t in tree_iter((args, kwargs)) if _is(t)}
+        made = {t.untyped_storage().data_ptr(): t for t in tree_iter(results) if _is(t)}
+    left = sum(t.untyped_storage().nbytes() for at, t in made.items() if at not in given)
+    return max(0, max(accumulate(changes), default=0) - left)
+
+
+def _is(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _made_like(value: Any) -> Any:
+    """Memory of a value's layout: halves, and zeros, which are indices of whatever there is."""
+    if not isinstance(value, Tensor):
+        return value
+    like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return like.fill_(0.5 if value.dtype.is_floating_point else 0)

@@ -1,0 +1,126 @@
+"""A budget bounds what libraries allocate for themselves, of operators that no formula follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxzero._compat import allocations_on_cpu
+from tests.parity import test_memory_budget as budgets
+from tests.parity.test_memory_budget import SLACK, least_budget, train
+from tests.tiers import exhaustive
+
+_one_thread = budgets._one_thread
+
+
+class Turned(nn.Module):
+    """An activation of what does not lie in memory as it is read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of any shape."""
+        return F.gelu(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Ends(nn.Module):
+    """Layers, and a loss of what they make."""
+
+    def __init__(self, *layers: nn.Module, loss: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+        self.loss = loss or (lambda h: h.square())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(…) → scalar``."""
+        return self.loss(self.layers(x)).mean()
+
+
+def twice(first: nn.Module, second: nn.Module) -> Ends:
+    """Two of a kind, each behind something that backward reads."""
+    return Ends(first, nn.Sigmoid(), second, nn.Sigmoid())
+
+
+def determinant(h: Tensor) -> Tensor:
+    """Of a matrix for each element of a batch."""
+    return torch.linalg.slogdet(h.mT @ h + 64 * torch.eye(64))[1]
+
+
+CASES: dict[str, tuple[Callable[[], Ends], tuple[int, ...]]] = {
+    "strided": (
+        lambda: twice(nn.Conv2d(16, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 2, 1)),
+        (4, 16, 64, 64),
+    ),
+    "few channels": (lambda: twice(nn.Conv2d(3, 4, 1, 2), nn.Conv2d(4, 4, 1)), (4, 3, 128, 128)),
+    "transposed": (
+        lambda: twice(nn.ConvTranspose2d(3, 4, 3, 1, 1), nn.ConvTranspose2d(4, 4, 3, 1, 1)),
+        (4, 3, 64, 64),
+    ),
+    "transposed and strided": (
+        lambda: twice(nn.ConvTranspose2d(16, 16, 3, 2), nn.ConvTranspose2d(16, 3, 3, 2)),
+        (4, 16, 16, 16),
+    ),
+    "volumes": (
+        lambda: twice(nn.ConvTranspose3d(3, 4, 3), nn.Conv3d(4, 4, 3, 2)),
+        (2, 3, 16, 16, 16),
+    ),
+    "views": (
+        lambda: Ends(nn.Linear(64, 64), Turned(), nn.Linear(64, 64), Turned()),
+        (16, 64, 64),
+    ),
+    "distances": (
+        lambda: Ends(nn.Linear(64, 64), nn.Sigmoid(), loss=lambda h: torch.cdist(h, h.flip(0))),
+        (512, 64),
+    ),
+    "matrices": (lambda: Ends(nn.Linear(64, 64), nn.Sigmoid(), loss=determinant), (8, 64, 64)),
+    "sorted": (
+        lambda: Ends(nn.Linear(64, 64), nn.Sigmoid(), loss=lambda h: h.sort(0)[0].cumsum(0)),
+        (512, 64),
+    ),
+    "logsumexp": (
+        lambda: Ends(nn.Linear(64, 512), nn.Sigmoid(), loss=lambda h: h.logsumexp(-1)),
+        (512, 64),
+    ),
+}
+
+
+FALLBACKS = {"matrices", "sorted"}
+"""What Inductor replaces by operators that the graph does not have: README says so."""
+
+
+@pytest.mark.parametrize(
+    ("name", "regions"),
+    [
+        *((name, "eager") for name in CASES),
+        ("strided", "inductor"),
+        *exhaustive(*((name, "inductor") for name in CASES if name not in FALLBACKS | {"strided"})),
+    ],
+)
+def test_the_least_is_held(name: str, regions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is allocated in a step of the least budget is within it, and not far below."""
+    build, shape = CASES[name]
+    model = lambda: (build(), [torch.randn(shape)])  # noqa: E731
+    monkeypatch.setitem(budgets.SPECIAL, name, model)
+    least = least_budget(name, "step", regions=regions)
+    found = train(name, "step", least, regions=regions)
+    assert found.peak_bytes <= least
+    assert 0.95 * least <= found.measured_bytes <= least + SLACK
+
+
+def test_nobody_elses_profile_is_touched() -> None:
+    """Where somebody is profiling, formulas have to do."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        with pytest.raises(RuntimeError):
+            allocations_on_cpu(lambda: torch.ones(1000))
+        torch.ones(5)
+    assert any(event.key == "aten::ones" for event in profiler.key_averages())
+
+
+def test_allocations_in_order() -> None:
+    """Of what is called; nobody's random numbers are used up by it."""
+    result, changes = allocations_on_cpu(lambda: torch.ones(1000) + torch.ones(1000))
+    assert result.shape == (1000,)
+    assert sorted(changes) == [-4000, -4000, 4000, 4000, 4000]
+    assert changes[0] == 4000
