@@ -32,6 +32,7 @@ from fxzero.schedule.agreement import agree
 from fxzero.schedule.simulate import Memory, simulate, simulate_memory
 from tests.parity.harness import Pools
 from tests.parity.training import Tensors, assert_same, full_optimizer_state, full_parameters
+from tests.tiers import exhaustive
 
 SLACK = 16 << 10
 """Bytes that may be measured above a budget: saved tensors below 4 KiB, which live a little longer
@@ -466,7 +467,15 @@ def test_the_ordinary_loop(name: str, micro_batches: int) -> None:
     assert check(name, "loop", micro_batches=micro_batches) == []
 
 
-@pytest.mark.parametrize(("name", "door"), [("gpt", "step"), ("unet", "loop")])
+@pytest.mark.parametrize(
+    ("name", "door"),
+    [
+        ("gpt", "step"),
+        ("unet", "loop"),
+        ("recurrent", "step"),  # a region of views alone is none
+        *exhaustive(("convnet", "step"), ("llama", "step"), ("unet", "step"), ("llama", "loop")),
+    ],
+)
 def test_with_compiled_regions(name: str, door: str) -> None:
     """What regions allocate is read from their code."""
     assert check(name, door, regions="inductor") == []
