@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from fxzero._compat import is_symbolic
-from fxzero.compiler.largest_parts import largest_shape, take_largest_parts
+from fxzero.compiler.largest_parts import has_smaller_parts, largest_shape, take_largest_parts
 from fxzero.compiler.level_search import Search, Trial
 from fxzero.compiler.memory_budget import MemoryBudget, mebibytes, too_small
 from fxzero.compiler.run import PassRecord
@@ -274,8 +274,11 @@ class Fitting:
 
     def _look(self, trial: Trial[Scheduled]) -> None:
         """Simulate a try's memory, by what is known of its regions now."""
-        graph = trial.step.graph.clone()
-        if any(map(runs_on_gloo, graph.transfers())):  # what it holds depends on the backend
+        graph = trial.step.graph
+        on_gloo = any(map(runs_on_gloo, graph.transfers()))
+        if on_gloo or has_smaller_parts(graph):
+            graph = graph.clone()
+        if on_gloo:  # what it holds depends on the backend
             lower_transfers(graph)
         take_largest_parts(graph)  # whoever answers first answers for all
         trial.memory = simulate_memory(graph, fuses=self.config.fuses)
