@@ -511,6 +511,25 @@ def test_no_chain_of_blocks_is_repeated_at_once(name: str) -> None:
         assert 0.9 * budget <= one.measured_bytes <= budget + SLACK
 
 
+@pytest.mark.parametrize("name", ["elementwise", *exhaustive("post_norm", "scaled")])
+def test_by_hand_no_compiled_step_holds_less(name: str) -> None:
+    """What policy=full reaches is a budget, whose step is no slower; as the budget falls the time
+    does not, and no bit changes."""
+    settings: dict[str, Any] = {"regions": "inductor"}
+    free = train(name, "step", "none", **settings)
+    by_policy = train(name, "step", "none", recompute={"policy": "full"}, **settings)
+    least = least_budget(name, "step", **settings)
+    assert least <= by_policy.peak_bytes < 0.8 * free.peak_bytes
+    budgets = [free.peak_bytes, (free.peak_bytes + least) // 2, by_policy.peak_bytes, least]
+    found = [train(name, "step", budget, **settings) for budget in budgets]
+    assert found[2].step_us <= by_policy.step_us
+    times = [one.step_us for one in found]
+    assert times == sorted(times)
+    for one, budget in zip((by_policy, *found), (by_policy.peak_bytes, *budgets), strict=True):
+        assert_same(one.values, free.values, rtol=0)
+        assert one.measured_bytes <= budget + SLACK
+
+
 def test_checkpoints_of_functions_are_honoured() -> None:
     """Where no layer tells one from the next."""
     free, found = (train(f"functions{which}", "step", "none") for which in ("", "_checkpoints"))
