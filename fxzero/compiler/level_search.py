@@ -163,11 +163,12 @@ class Search(Generic[T]):
         return next((trial for trial in trials if self._fits(trial)), None)
 
     def _spend(self, best: Trial[T], levels: Levels) -> Trial[T]:
-        """The same with more kept, as far as the bound allows: what a value takes is seldom all of
-        what it adds to the peak, or less."""
+        """The same with more kept, as far as the bound allows, while that is worth a try: what a
+        value takes may be more than it adds to the peak, or less."""
         most_bytes = levels.kept_bytes(0) - levels.kept_bytes(best.level)
         grain = max(most_bytes // GRAINS, 1)
         low, high_bytes = best, most_bytes + grain
+        worth_us = 0.0 if len(levels.values) <= FEW else WORTH * best.step_us
         for _ in range(SPENDS):
             left_bytes = self._budget_bytes - low.peak_bytes
             spare_bytes = low.spare_bytes + left_bytes
@@ -176,9 +177,12 @@ class Search(Generic[T]):
             spare_bytes -= spare_bytes % grain
             if left_bytes <= WORTH * self._budget_bytes or spare_bytes <= low.spare_bytes:
                 break
-            if levels.us(low.level, spare_bytes) >= levels.us(low.level, low.spare_bytes):
+            gain_us = levels.us(low.level, low.spare_bytes) - levels.us(low.level, spare_bytes)
+            if gain_us <= 0:
                 low = replace(low, spare_bytes=spare_bytes)
                 continue
+            if gain_us < worth_us:
+                break
             trial = self.take(best.level, best.room, spare_bytes)
             if self._fits(trial):
                 low = trial

@@ -177,16 +177,17 @@ def test_what_a_level_leaves_is_spent() -> None:
     kept = [1000, 400, 300]
     one: dict[str, Any] = {"rooms": frozenset({Room.USUAL})}
     for shown, budget, least in ((1.0, 900, 480), (2.0, 900, 220), (0.5, 600, 280)):
-        trial, tries = search(kept, kept, budget, saves=0.01, shown=shown, **one)
+        trial, tries = search(kept, kept, budget, saves=0.01, shown=shown, num_values=FEW, **one)
         assert trial is not None
         assert trial.level == 1
         assert trial.peak_bytes <= budget
         assert trial.spare_bytes >= least
         assert trial.step_us < 1010
         assert tries <= 8
-    trial, _ = search(kept, kept, 900, **one)
-    assert trial is not None
-    assert trial.spare_bytes == 0
+    for saves, num_values in ((0.0, FEW), (0.01, FEW + 1)):  # nothing; too little for a dear try
+        trial, _ = search(kept, kept, 900, saves=saves, num_values=num_values, **one)
+        assert trial is not None
+        assert trial.spare_bytes == 0
 
 
 KEPT = list(range(100, 50, -10))
