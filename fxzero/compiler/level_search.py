@@ -120,12 +120,12 @@ class Search(Generic[T]):
         known = levels()
         if known is None or (best is not None and best.level == 0):
             return best
-        found = [] if best is None else [best]
-        found += self._by_hand(best, top, known)
-        if not found and (last := self._any(known)) is not None:
-            found = [last]
+        fitting = [] if best is None else [best]
+        fitting += self._by_hand(best, top, known)
+        if not fitting and (last := self._any(known)) is not None:
+            fitting = [last]
         return min(
-            (self._spend(trial, known) for trial in found),
+            (self._spend(trial, known) for trial in fitting),
             key=lambda trial: trial.step_us,
             default=None,
         )

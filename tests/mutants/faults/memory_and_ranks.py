@@ -100,8 +100,8 @@ FAULTS = (
     Fault(
         "what a level leaves of a budget is not spent",
         "fxzero/compiler/level_search.py",
-        "(self._spend(trial, known) for trial in found),",
-        "found,",
+        "(self._spend(trial, known) for trial in fitting),",
+        "fitting,",
         "tests/compiler/test_level_search.py::test_what_a_level_leaves_is_spent",
     ),
     Fault(
