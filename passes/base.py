@@ -109,6 +109,8 @@ class Level:
     """What is kept in parts, and along which ranks, if others have decided on that already."""
     levels: Levels | None = None
     """What could be repeated; found for the first of the levels that are tried."""
+    spare_bytes: int = 0
+    """What may be kept again of what the level repeats."""
 
 
 @dataclass

@@ -24,7 +24,7 @@ from fxzero.passes.base import KEPT_SHARE, Context, Fact, Notes, Room
 from fxzero.passes.decision import DecidingPass, Decision
 from fxzero.passes.outline import split_at_buckets
 from fxzero.regions.cutout import move_parts_together
-from fxzero.schedule.engine import TaskGraph, replay
+from fxzero.schedule.engine import Replay, TaskGraph, replay
 from fxzero.schedule.inventory import Inventory
 from fxzero.schedule.keep import keep, keepable
 from fxzero.schedule.problem import Problem, problem_of
@@ -109,6 +109,8 @@ def choose(
         if found is None:
             break  # what is kept leaves too little
         choices.append(Choice(kept, problem, found))
+        if len(choices) == 1 and _is_about_as_fast_as_any(found.replay):
+            break
     if not choices:
         least = least_budget(problem_of(inventory).graph)
         raise PassError(
@@ -118,6 +120,11 @@ def choose(
         )
     limit_us = (1 + KEEP_SLACK) * min(choice.found.replay.makespan_us for choice in choices)
     return next(c for c in choices if c.found.replay.makespan_us <= limit_us)
+
+
+def _is_about_as_fast_as_any(replay: Replay) -> bool:
+    """Whether no order is so much faster that it would be taken: compute has little to wait for."""
+    return replay.makespan_us <= (1 + KEEP_SLACK) * replay.busy_us.get(Lane.COMPUTE, 0.0)
 
 
 def first_gathers(problem: Problem, order: Sequence[int]) -> set[str]:

@@ -163,11 +163,11 @@ class Recompute(DecidingPass[Repetitions]):
             found = replace(found, values=_with_parts(found, ctx.level.parts))
             if ctx.level.levels is None:
                 by_hand = [_blocks(found, base), range(len(found.values))]
-                ctx.level.levels = levels(found.values, base, by_hand)
-            at = ctx.level.levels.at(ctx.level.number)
-            # What is cheap and crosses a fence is kept. Not where regions are compiled: what is
-            # kept decides on what is fused, and last bits would be others than without a budget.
-            repeated = set(at.repeated) | (base if ctx.fuses else set())
+                # What is cheap and crosses a fence is kept. Where regions are compiled it is
+                # repeated: it is fused into what reads it, and takes little.
+                ctx.level.levels = levels(found.values, base, by_hand, crosses=ctx.fuses)
+            at = ctx.level.levels.at(ctx.level.number, ctx.level.spare_bytes)
+            repeated = set(at.repeated)
             if not (ctx.level.number or lists or at.in_parts) and base <= repeated:
                 return cheap
             in_parts |= at.in_parts
@@ -197,8 +197,9 @@ class Recompute(DecidingPass[Repetitions]):
         names = [node.name for node, alongs in same_on_ranks(graph).items() if alongs]
         if not names:
             return ""
-        level = "" if ctx.level is None else f"{ctx.level.number} {ctx.level.parts}"
-        return " ".join([level, *names])
+        level = ctx.level
+        at = "" if level is None else f"{level.number} {level.spare_bytes} {level.parts}"
+        return " ".join([at, *names])
 
     def _cheap(self, graph: StepGraph, ctx: Context) -> Repetitions:
         """Go through what is saved, from the end, as if each choice were applied at once."""

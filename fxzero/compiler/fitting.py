@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from fxzero._compat import is_symbolic
-from fxzero.compiler.largest_parts import largest_shape, take_largest_parts
+from fxzero.compiler.largest_parts import has_smaller_parts, largest_shape, take_largest_parts
 from fxzero.compiler.level_search import Search, Trial
 from fxzero.compiler.memory_budget import MemoryBudget, mebibytes, too_small
 from fxzero.compiler.run import PassRecord
@@ -140,7 +140,7 @@ class Fitting:
         compiled: what `run` begins with."""
         self._begin()
         self._take_what_is_decided(self._questions()[0])
-        trial = self._attempt(0, self._usual_room())
+        trial = self._attempt(0, self._usual_room(), 0)
         if self._compile_regions(trial.step.graph):
             self.compiled += 1
             self._look(trial)
@@ -200,9 +200,7 @@ class Fitting:
             search.trials.append(self.probed)
         while True:
             trial = search.run(lambda: self.levels)
-            # What is estimated may be more than what is held: the first try of all is what a step
-            # without a budget would be.
-            known = [trial] if trial is not None else [search.least, search.trials[0]]
+            known = [trial] if trial is not None else self._before_nothing_fits()
             new = [self._compile_regions(one.step.graph) for one in known]
             if not any(new):
                 break
@@ -210,10 +208,21 @@ class Fitting:
             for other in search.trials:
                 self._look(other)
         # A rank that has compiled other models may know more of its regions than another one.
-        mine = None if trial is None else [trial.level, trial.room.value]
+        mine = None if trial is None else [trial.level, trial.room.value, trial.spare_bytes]
         question = f"{self.about}: level of {self.compilation.pipelines} {self.fixed}"
         found = agree(self.graph.identity, question, mine)
-        return None if found is None else search.take(found[0], Room(found[1]))
+        if found is None:
+            return None
+        level, room, spare_bytes = found
+        return search.take(level, Room(room), spare_bytes)
+
+    def _before_nothing_fits(self) -> list[Trial[Scheduled]]:
+        """The tries whose regions are to be known before it is said that nothing fits, as what is
+        estimated may be more than what is held: the least, the first, which is what a step without
+        a budget would be, and what somebody could do by hand."""
+        tried, levels = self.search.trials, self.levels
+        by_hand = [t for t in tried if levels is not None and t.level >= levels.by_hand]
+        return [self.search.least, tried[0], *by_hand]
 
     def _too_small(self) -> ConfigError:
         least = self.search.least
@@ -246,14 +255,14 @@ class Fitting:
             return f"a plan for {', '.join(sorted(fixed))}"
         return str(self.config.recompute) if self.config.recompute != Recompute() else ""
 
-    def _attempt(self, number: int, room: Room) -> Trial[Scheduled]:
+    def _attempt(self, number: int, room: Room, spare_bytes: int) -> Trial[Scheduled]:
         """Schedule the step at a level."""
         graph = self.graph.clone()
         self.context.scratch.clear()
         assert self.start is not None
         self._restore(self.start)
         parts = None if self.fixed is None else self.fixed[1]
-        level = self.context.level = Level(number, room, parts, self.levels)
+        level = self.context.level = Level(number, room, parts, self.levels, spare_bytes)
         facts = self.compilation.run(graph, self.rest, self.start.facts, of=self.passes)
         self.levels = level.levels
         step = Scheduled(graph, self.compilation.records[:], self.context.decisions, facts)
@@ -263,7 +272,7 @@ class Fitting:
             if transfer.stamp.micro_step == 0
         )
         step_us, exposed_us = self._time_of(step)
-        trial = Trial(number, room, step, _NOTHING, 0, step_us, exposed_us, again)
+        trial = Trial(number, room, step, _NOTHING, 0, step_us, exposed_us, again, spare_bytes)
         self._look(trial)
         return trial
 
@@ -277,21 +286,25 @@ class Fitting:
 
     def _look(self, trial: Trial[Scheduled]) -> None:
         """Simulate a try's memory, by what is known of its regions now."""
-        graph = trial.step.graph.clone()
-        if any(map(runs_on_gloo, graph.transfers())):  # what it holds depends on the backend
+        graph = trial.step.graph
+        on_gloo = any(map(runs_on_gloo, graph.transfers()))
+        if on_gloo or has_smaller_parts(graph):
+            graph = graph.clone()
+        if on_gloo:  # what it holds depends on the backend
             lower_transfers(graph)
         take_largest_parts(graph)  # whoever answers first answers for all
         trial.memory = simulate_memory(graph, fuses=self.config.fuses)
         question = (
-            f"{self.about}: {trial.level} {trial.room} {self.compiled} {self.fixed} "
-            f"{self.compilation.pipelines}"
+            f"{self.about}: {trial.level} {trial.room} {trial.spare_bytes} {self.compiled} "
+            f"{self.fixed} {self.compilation.pipelines}"
         )
         peak_bytes = trial.memory.peak_bytes + self.standing_bytes
         trial.peak_bytes = agree(self.graph.identity, question, peak_bytes)
         log.info(
-            "memory level %d, room %s: %d bytes at %s, %.0f us",
+            "memory level %d, room %s, %d bytes to spare: %d bytes at %s, %.0f us",
             trial.level,
             trial.room,
+            trial.spare_bytes,
             trial.peak_bytes,
             trial.memory.peak_node,
             trial.step_us,
@@ -315,7 +328,8 @@ class Fitting:
 
     def _become(self, trial: Trial[Scheduled]) -> None:
         parts = None if self.fixed is None else self.fixed[1]
-        self.context.level = Level(trial.level, trial.room, parts, self.levels)
+        level = Level(trial.level, trial.room, parts, self.levels, trial.spare_bytes)
+        self.context.level = level
         self.context.scratch.clear()
         self._restore(trial.step)
         self.graph.become(trial.step.graph)

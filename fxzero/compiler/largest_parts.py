@@ -23,9 +23,7 @@ from fxzero.sharding.params import ParamSpec
 def take_largest_parts(graph: StepGraph) -> None:
     """Let values that are this rank's rows of a parameter be as large as they are anywhere. Only
     to look at: the graph's calls still work on this rank's."""
-    smaller = {key: s for key, s in graph.specs.items() if largest_shape(s) != s.local_shape}
-    if not smaller:
-        return
+    smaller = _smaller_parts(graph)
     for node in graph.graph.nodes:
         keys = _params_of(graph, node)
         if smaller.keys().isdisjoint(keys):
@@ -37,6 +35,15 @@ def take_largest_parts(graph: StepGraph) -> None:
             node.meta["val"] = [*grown, *value[len(grown) :]]
         else:
             node.meta["val"] = _grown(value, smaller.get(keys[0]))
+
+
+def has_smaller_parts(graph: StepGraph) -> bool:
+    """Whether another rank has a larger part of some parameter."""
+    return bool(_smaller_parts(graph))
+
+
+def _smaller_parts(graph: StepGraph) -> dict[str, ParamSpec]:
+    return {key: s for key, s in graph.specs.items() if largest_shape(s) != s.local_shape}
 
 
 def largest_shape(spec: ParamSpec) -> tuple[int, ...]:

@@ -5,23 +5,36 @@ from level to level, and transfers take less room. For a room the first level th
 for, from what the last tries came to. The usual room comes first. More of it is tried where
 compute waits for transfers, less where something is repeated or nothing fits; of what fits the
 fastest is taken, by simulation. Before it is said that nothing fits, every level behind the steps
-of the others was tried.
+of the others was tried. What the step that was found leaves of the bound is spent on keeping some
+of what it repeats.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from fxzero.passes.base import KEPT_SHARE, Room
 from fxzero.schedule.repetition_levels import Levels
 from fxzero.schedule.simulate import Memory
+from fxzero.schedule.storage import Kind
 
 T = TypeVar("T")
 
 WORTH = 0.01
-"""Of a step's time: what another room must be able to save to be tried."""
+"""Of a step's time: what another room must be able to save to be tried. Of a bound: what must be
+left of it to be spent."""
+UNSURE = 0.1
+"""Of a step's time: by how much more may be foretold than is simulated."""
+FEW = 1000
+"""Values of a forward: as few are scheduled so fast that more is tried."""
+SPENDS = 5
+"""Most tries to spend what is left."""
+GRAINS = 64
+"""In how many parts the bytes are cut that a level can keep again, so that near bounds are spent on
+the same."""
 
 
 @dataclass
@@ -41,13 +54,21 @@ class Trial(Generic[T]):
     """How long compute stands still for transfers."""
     again_bytes: int = 0
     """Full parameters that backward gathers again, and that more room would keep."""
+    spare_bytes: int = 0
+    """What may be kept again of what the level repeats."""
+
+    @property
+    def at_peak_bytes(self) -> int:
+        """What transfers hold at most at the peak."""
+        kinds = self.memory.by_kind()
+        return kinds.get(Kind.GATHERED, 0) + kinds.get(Kind.GRADIENTS, 0)
 
 
 class Search(Generic[T]):
     """The fastest trial whose peak is within a bound.
 
     Args:
-        attempt: schedules the step at a level.
+        attempt: schedules the step at a level, in a room, with some bytes to spare.
         budget_bytes: the bound.
         rooms: what transfers may be given.
         usual: the one of them to begin with.
@@ -55,7 +76,7 @@ class Search(Generic[T]):
 
     def __init__(
         self,
-        attempt: Callable[[int, Room], Trial[T]],
+        attempt: Callable[[int, Room, int], Trial[T]],
         budget_bytes: int,
         rooms: frozenset[Room] = frozenset(Room),
         usual: Room = Room.USUAL,
@@ -82,7 +103,9 @@ class Search(Generic[T]):
         rooms = []
         if best is not None and top.exposed_us > WORTH * top.step_us:
             rooms += [room for room in KEPT_SHARE if self._may_keep(room, top, levels())]
-        if top.memory.transfers_bytes and (best is None or self._slower(best, top)):
+        if top.memory.transfers_bytes and (
+            best is None or (self._slower(best, top) and self._may_save(best, top, levels()))
+        ):
             rooms += [Room.LEAST]
         for room in rooms:
             if room not in self._rooms - {self._usual}:
@@ -93,17 +116,99 @@ class Search(Generic[T]):
             ):
                 continue
             found = self._first(there, levels(), at_once=best is not None)
-            if found is not None and (best is None or found.step_us < best.step_us):
-                best = found
-        return best if best is not None else self._any(levels())
+            best = _faster(best, found)
+        known = levels()
+        if known is None or (best is not None and best.level == 0):
+            return best
+        fitting = [] if best is None else [best]
+        fitting += self._by_hand(best, top, known)
+        if not fitting and (last := self._any(known)) is not None:
+            fitting = [last]
+        return min(
+            (self._spend(trial, known) for trial in fitting),
+            key=lambda trial: trial.step_us,
+            default=None,
+        )
 
-    def _any(self, levels: Levels | None) -> Trial[T] | None:
-        """A level behind all steps that fits, where nothing else does: all of them are tried, in
+    def _by_hand(self, best: Trial[T] | None, top: Trial[T], levels: Levels) -> list[Trial[T]]:
+        """What fits of what somebody could choose by hand: that is tried where nothing else was
+        found, in the usual room too, and where it promises to take less time."""
+        rooms = [self.least.room, self._usual] if best is None else [best.room]
+        trials = [
+            self.take(number, room)
+            for number in range(levels.by_hand, len(levels))
+            if best is None or self._promises(number, best, top, levels)
+            for room in dict.fromkeys(rooms)
+        ]
+        return list(filter(self._fits, trials))
+
+    def _promises(self, number: int, best: Trial[T], top: Trial[T], levels: Levels) -> bool:
+        """Whether a level may be faster than what was found, once what they leave is spent: if its
+        peak is as much less than the first one's as what it keeps is. Where a try is cheap, it need
+        not be sure."""
+        fewer_bytes = levels.kept_bytes(0) - levels.kept_bytes(number)
+        spare_bytes = self._budget_bytes - (top.peak_bytes - fewer_bytes)
+        if spare_bytes < 0:
+            return False
+        left_bytes = self._budget_bytes - best.peak_bytes
+        fewer_us = levels.us(best.level, left_bytes) - levels.us(number, spare_bytes)
+        least = -UNSURE if len(levels.values) <= FEW else WORTH
+        return fewer_us > least * best.step_us
+
+    def _any(self, levels: Levels) -> Trial[T] | None:
+        """A level of longer segments that fits, where nothing else does: all of them are tried, in
         the room that holds least, as none of them says what the next one holds."""
         room = self.least.room
-        behind = range(levels.last + 1, len(levels)) if levels is not None else ()
-        trials = (self.take(number, room) for number in behind)
+        trials = (self.take(number, room) for number in range(levels.last + 1, levels.by_hand))
         return next((trial for trial in trials if self._fits(trial)), None)
+
+    def _spend(self, best: Trial[T], levels: Levels) -> Trial[T]:
+        """The same with more kept, as far as the bound allows, while that is worth a try: what a
+        value takes may be more than it adds to the peak, or less."""
+        most_bytes = levels.kept_bytes(0) - levels.kept_bytes(best.level)
+        grain = max(most_bytes // GRAINS, 1)
+        low, high_bytes = best, most_bytes + grain
+        worth_us = 0.0 if len(levels.values) <= FEW else WORTH * best.step_us
+        for _ in range(SPENDS):
+            left_bytes = self._budget_bytes - low.peak_bytes
+            spare_bytes = low.spare_bytes + left_bytes
+            if spare_bytes >= high_bytes:
+                spare_bytes = (low.spare_bytes + high_bytes) // 2
+            spare_bytes -= spare_bytes % grain
+            if left_bytes <= WORTH * self._budget_bytes or spare_bytes <= low.spare_bytes:
+                break
+            gain_us = levels.us(low.level, low.spare_bytes) - levels.us(low.level, spare_bytes)
+            if gain_us <= 0:
+                low = replace(low, spare_bytes=spare_bytes)
+                continue
+            if gain_us < worth_us:
+                break
+            trial = self.take(best.level, best.room, spare_bytes)
+            if self._fits(trial):
+                low = trial
+                best = _faster(best, trial) or best
+            else:
+                high_bytes = spare_bytes
+        return best
+
+    def _may_save(self, best: Trial[T], top: Trial[T], levels: Levels | None) -> bool:
+        """Whether it is worth so much time to try the least room: where it saves all that transfers
+        hold at the peak, a level before the one that was found may fit."""
+        if levels is None or best.level > levels.last:
+            return True
+        usual = [t for t in self.trials if t.room is top.room and not t.spare_bytes]
+        tried = [trial for trial in usual if trial.level <= best.level]
+        tried.sort(key=lambda trial: trial.level)
+        least = [trial.peak_bytes - trial.at_peak_bytes for trial in tried]
+        over = [i for i, num_bytes in enumerate(least[:-1]) if num_bytes > self._budget_bytes]
+        if not over:
+            return True
+        i = over[-1]
+        above, below = tried[i].level, tried[i + 1].level
+        share = (least[i] - self._budget_bytes) / max(least[i] - least[i + 1], 1)
+        more, kept = levels.kept_bytes(above), levels.kept_bytes(below)
+        level = self._level_of(more - share * (more - kept), above, below, levels)
+        return levels.us(best.level) - levels.us(level) > WORTH * best.step_us
 
     def _slower(self, one: Trial[T], other: Trial[T]) -> bool:
         return one.step_us > (1 + WORTH) * other.step_us
@@ -124,7 +229,7 @@ class Search(Generic[T]):
         its first level, what all that may go before longer segments are tried leaves."""
         tried = [trial.peak_bytes for trial in self.trials if trial.room is usual.room]
         if len(tried) == 1 and levels is not None:
-            return tried[0] - (levels.kept_bytes[0] - levels.kept_bytes[levels.last])
+            return tried[0] - (levels.kept_bytes(0) - levels.kept_bytes(levels.last))
         return min(tried)
 
     def _first(
@@ -145,7 +250,7 @@ class Search(Generic[T]):
             end = last if self._fits(last) else None
         else:
             end = self._end(top, levels)
-        return None if end is None else self._between(top, end, levels.kept_bytes)
+        return None if end is None else self._between(top, end, levels)
 
     def _end(self, top: Trial[T], levels: Levels) -> Trial[T] | None:
         """A level that fits, far down: where the least is kept, but for the last segment, or with
@@ -155,7 +260,7 @@ class Search(Generic[T]):
             trial = self.take(number, top.room)
             if self._fits(trial):
                 return trial
-        for number in range(levels.last + 1, len(levels)):
+        for number in range(levels.last + 1, levels.by_hand):
             before, trial = trial, self.take(number, top.room)
             if self._fits(trial):
                 return trial
@@ -163,15 +268,15 @@ class Search(Generic[T]):
                 break
         return self._lowest(top.level, levels.main, top.room)
 
-    def _between(self, low: Trial[T], high: Trial[T], kept: list[int]) -> Trial[T]:
+    def _between(self, low: Trial[T], high: Trial[T], levels: Levels) -> Trial[T]:
         """The first level that fits between one that does not and one that does."""
         while high.level - low.level > 1:
             missing = (low.peak_bytes - self._budget_bytes) / max(
                 low.peak_bytes - high.peak_bytes, 1
             )
-            wanted = kept[low.level] - missing * (kept[low.level] - kept[high.level])
-            number = next((k for k, left in enumerate(kept) if left <= wanted), high.level)
-            number = min(max(number, low.level + 1), high.level - 1)
+            kept, least = levels.kept_bytes(low.level), levels.kept_bytes(high.level)
+            wanted = kept - missing * (kept - least)
+            number = self._level_of(wanted, low.level + 1, high.level - 1, levels)
             trial = self.take(number, high.room)
             if self._fits(trial):
                 before = self.take(number - 1, high.room)
@@ -184,6 +289,12 @@ class Search(Generic[T]):
                     return behind
                 low = behind
         return high
+
+    @staticmethod
+    def _level_of(kept_bytes: float, first: int, last: int, levels: Levels) -> int:
+        """The first of some levels that keeps no more; the last one if none does."""
+        between = range(first, last)
+        return first + bisect_left(between, -kept_bytes, key=lambda k: -levels.kept_bytes(k))
 
     def _lowest(self, left: int, right: int, room: Room) -> Trial[T] | None:
         """A level that fits among some, looked for where the least is held."""
@@ -202,11 +313,18 @@ class Search(Generic[T]):
     def _fits(self, trial: Trial[T]) -> bool:
         return trial.peak_bytes <= self._budget_bytes
 
-    def take(self, level: int, room: Room) -> Trial[T]:
+    def take(self, level: int, room: Room, spare_bytes: int = 0) -> Trial[T]:
         """A level's trial, made if it was not."""
         for trial in self.trials:
-            if (trial.level, trial.room) == (level, room):
+            if (trial.level, trial.room, trial.spare_bytes) == (level, room, spare_bytes):
                 return trial
-        trial = self._attempt(level, room)
+        trial = self._attempt(level, room, spare_bytes)
         self.trials.append(trial)
         return trial
+
+
+def _faster(one: Trial[T] | None, other: Trial[T] | None) -> Trial[T] | None:
+    """The faster of what there is; of two that are alike the first."""
+    if one is None or other is None:
+        return one or other
+    return other if other.step_us < one.step_us else one

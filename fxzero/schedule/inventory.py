@@ -69,12 +69,15 @@ class Inventory:
         }
         self.unit_us = [self._unit_cost(unit.nodes) for unit in self.units]
         self.transfer_costs = {t.launch: costs.transfer(t.record) for t in transfers}
+        self._units_after: dict[fx.Node, int] = {}
+        """By node, what `_unit_after` has found: a norm depends on everything, and every update on
+        the norm."""
         self.kept_by = [
-            self._unit_after(sources_of(t), set()) if t.of_activations else -1 for t in self.gathers
+            self._unit_after(sources_of(t)) if t.of_activations else -1 for t in self.gathers
         ]
         """By gather, the unit that makes what it sends; -1 for a parameter's, there at once."""
-        self.made_by = [self._unit_after(sources_of(t), set()) for t in self.reduces]
-        self.made_at = {n: self._unit_after([n], set()) for n in self.followers}
+        self.made_by = [self._unit_after(sources_of(t)) for t in self.reduces]
+        self.made_at = {n: self._unit_after([n]) for n in self.followers}
         self.second_of = self._second_stages()
         self.follower_us, self.tail_us = self._follower_costs()
         self.ending = self._endings()
@@ -140,18 +143,24 @@ class Inventory:
         computes = [node for node in nodes if stamp_of(node).role not in moving]
         return self.costs.compute_us(computes) + sum(self.own_us.get(node, 0.0) for node in nodes)
 
-    def _unit_after(self, nodes: Iterable[fx.Node], seen: set[fx.Node]) -> int:
+    def _unit_after(self, nodes: Iterable[fx.Node]) -> int:
         """The last unit that nodes depend on, through followers and transfers; -1 for none."""
-        last = -1
-        for node in nodes:
-            if node in seen:
-                continue
-            seen.add(node)
-            if node in self.position:
-                last = max(last, self.unit_of[self.position[node]])
-            elif node.op == "call_function" and stamp_of(node).role is not Role.RELEASE:
-                last = max(last, self._unit_after(node.all_input_nodes, seen))
-        return last
+        known = self._units_after
+        stack = list(nodes)
+        wanted = tuple(stack)
+        while stack:
+            node = stack[-1]
+            if node in known:
+                stack.pop()
+            elif node in self.position:
+                known[node] = self.unit_of[self.position[node]]
+            elif node.op != "call_function" or stamp_of(node).role is Role.RELEASE:
+                known[node] = -1
+            elif unknown := [source for source in node.all_input_nodes if source not in known]:
+                stack += unknown
+            else:
+                known[node] = max((known[source] for source in node.all_input_nodes), default=-1)
+        return max((known[node] for node in wanted), default=-1)
 
     def _joins_behind(self) -> dict[fx.Node, frozenset[int]]:
         """For each follower, the reduces that it waits for."""

@@ -9,7 +9,8 @@ at once, is the last to be repeated. Each step of that order is a level.
 
 Behind them come levels of fewer, longer segments, everything in them repeated: less is kept, more
 is repeated at once. Which of the two holds more, only a simulation of the whole step tells. Last
-come choices that somebody could make by hand: no budget that one of them keeps is refused.
+come choices that somebody could make by hand, as they would come without a budget: no budget that
+one of them keeps is refused.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 
-from fxzero.schedule.repetition import Value, closure, fastest_within, pareto, rate
+from fxzero.schedule.repetition import Closure, Value, closure, fastest_within, pareto, rate
+from fxzero.schedule.spare import keep_again
 
 FINEST = 1 / 64
 """How far apart a segment's choices may lie, of everything that forward makes."""
@@ -70,7 +71,12 @@ class Levels:
     """By segment and point."""
     steps: list[Step] = field(default_factory=list)
     longer: list[Chosen] = field(default_factory=list)
-    """The levels behind all steps, the shortest segments first, and choices by hand."""
+    """The levels behind all steps: first those of longer segments, the shortest first."""
+    always: frozenset[int] = frozenset()
+    """What is repeated at every level but those by hand, whatever it crosses."""
+    num_by_hand: int = 0
+    """How many levels at the end are choices by hand."""
+    _closures: dict[tuple[int, int], Closure] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.steps) + 1 + len(self.longer)
@@ -85,8 +91,25 @@ class Levels:
         """The level after all steps."""
         return len(self.steps)
 
-    def at(self, level: int) -> Chosen:
-        """What becomes of all values at a level."""
+    @property
+    def by_hand(self) -> int:
+        """The first of the levels that somebody could choose by hand; as many as there are levels
+        if there is none."""
+        return len(self) - self.num_by_hand
+
+    def at(self, level: int, spare_bytes: int = 0) -> Chosen:
+        """What becomes of all values at a level.
+
+        Args:
+            spare_bytes: what may be kept again of what the level repeats.
+        """
+        chosen = self._at(level)
+        if not spare_bytes:
+            return chosen
+        kept = keep_again(self.values, self.closure_at(level), spare_bytes)
+        return Chosen(chosen.repeated - kept, chosen.in_parts - kept)
+
+    def _at(self, level: int) -> Chosen:
         if level > self.last:
             return self.longer[level - self.last - 1]
         points = [0] * len(self.chosen)
@@ -94,30 +117,45 @@ class Levels:
             points[step.segment] = step.point
         every = [self.chosen[s][point] for s, point in enumerate(points)]
         return Chosen(
-            frozenset().union(*(chosen.repeated for chosen in every)),
+            self.always.union(*(chosen.repeated for chosen in every)),
             frozenset().union(*(chosen.in_parts for chosen in every)),
         )
 
-    @cached_property
-    def kept_bytes(self) -> list[int]:
-        """By level."""
-        every = map(self.at, range(len(self)))
-        return [closure(self.values, at.repeated, at.in_parts).kept_bytes for at in every]
+    def closure_at(self, level: int, spare_bytes: int = 0) -> Closure:
+        """What is repeated and kept at a level: see `at`."""
+        key = (level, spare_bytes)
+        if key not in self._closures:
+            at = self.at(level, spare_bytes)
+            self._closures[key] = closure(self.values, at.repeated, at.in_parts)
+        return self._closures[key]
+
+    def kept_bytes(self, level: int) -> int:
+        """What is kept at a level."""
+        return self.closure_at(level).kept_bytes
+
+    def us(self, level: int, spare_bytes: int = 0) -> float:
+        """What repeating takes at a level."""
+        return self.closure_at(level, spare_bytes).us
 
 
 def levels(
-    values: Sequence[Value], base: Collection[int] = (), by_hand: Iterable[Collection[int]] = ()
+    values: Sequence[Value],
+    base: Collection[int] = (),
+    by_hand: Iterable[Collection[int]] = (),
+    *,
+    crosses: bool = False,
 ) -> Levels:
     """All levels of a forward, cheapest steps first.
 
     Args:
         base: what is repeated at level 0 where it does not cross a fence: it costs next to nothing.
         by_hand: what is repeated at the last levels, one for each.
+        crosses: whether the base is repeated where it crosses a fence too, but for choices by hand.
     """
     splits = splits_of(values)
     best = min(splits, key=lambda split: split.held_bytes)
     fences, crossing = best.fences, best.crossing
-    found = Levels(values, frozenset(base), fences)
+    found = Levels(values, frozenset(base), fences, always=frozenset(base if crosses else ()))
     apart_bytes = max(FINEST * sum(value.num_bytes for value in values), 1)
     for number, (begin, end) in enumerate(_between(len(values), fences)):
         own = _segment(values, begin, end, crossing)
@@ -134,12 +172,13 @@ def levels(
         if split.kept_bytes < kept_bytes:
             kept_bytes = split.kept_bytes
             inside = frozenset(i for i in range(len(values)) if i not in split.crossing)
-            found.longer.append(Chosen(inside, split.crossing))
+            found.longer.append(Chosen(inside | found.always, split.crossing))
     for repeated in by_hand:
         kept = frozenset(range(len(values))).difference(repeated)
         chosen = Chosen(frozenset(repeated), kept)
         if chosen not in found.longer:
             found.longer.append(chosen)
+            found.num_by_hand += 1
     return found
 
 

@@ -109,7 +109,8 @@ def regions_of(graph: StepGraph) -> list[Cutout]:
     """What will be regions of a graph, where runs of compute are compiled."""
     nodes = [n for n in graph.graph.nodes if n.op in ("call_function", "get_attr")]
     groups = _groups(nodes, graph.loss is None)
-    found = (cut_out(graph.pieces, g, "memory") for g in groups if is_lowerable(g[0]))
+    computes = (g for g in groups if is_lowerable(g[0]) and not all(map(is_view, g)))
+    found = (cut_out(graph.pieces, run, "memory") for run in computes)
     return [cutout for cutout in found if cutout.outputs]
 
 

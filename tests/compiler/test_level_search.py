@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
-from fxzero.compiler.level_search import Search, Trial
+from fxzero.compiler.level_search import FEW, Search, Trial
 from fxzero.passes.base import Room
-from fxzero.schedule.simulate import Memory
+from fxzero.schedule.simulate import Alive, Memory
+from fxzero.schedule.storage import Kind
 
 EVERY = frozenset(Room)
 
@@ -16,14 +18,36 @@ EVERY = frozenset(Room)
 class Curve:
     """What the search asks levels."""
 
-    kept_bytes: list[int]
+    kept: list[int]
     longer: int = 0
-    """How many levels of longer segments stand at the end."""
+    """How many levels of longer segments, and by hand, stand at the end."""
+    num_by_hand: int = 0
+    """How many of those somebody could choose by hand."""
+    by_hand_us: float = 0.0
+    """What repeating takes there."""
+    saves: float = 0.0
+    """What a byte to spare saves of that time."""
+
+    values: range = range(0)
+
+    @property
+    def by_hand(self) -> int:
+        """The first of them."""
+        return len(self.kept) - self.num_by_hand
+
+    def kept_bytes(self, level: int) -> int:
+        """What is kept at a level."""
+        return self.kept[level]
+
+    def us(self, level: int, spare_bytes: int = 0) -> float:
+        """What repeating takes, 10 us more for each level."""
+        us = self.by_hand_us if level >= self.by_hand else 10.0 * level
+        return us - min(self.saves * spare_bytes, 10.0)
 
     @property
     def last(self) -> int:
         """The one before those."""
-        return len(self.kept_bytes) - 1 - self.longer
+        return len(self.kept) - 1 - self.longer
 
     @property
     def main(self) -> int:
@@ -31,7 +55,7 @@ class Curve:
         return max(self.last - 1, 0)
 
     def __len__(self) -> int:
-        return len(self.kept_bytes)
+        return len(self.kept)
 
 
 EXTRA = {Room.ALL: 40, Room.HALF: 20, Room.USUAL: 0, Room.LEAST: -5}
@@ -49,16 +73,28 @@ def search(
     rooms: frozenset[Room] = EVERY,
     usual: Room = Room.USUAL,
     longer: int = 0,
+    num_by_hand: int = 0,
+    by_hand_us: float = 0.0,
+    saves: float = 0.0,
+    shown: float = 1.0,
+    num_values: int = FEW + 1,
 ) -> tuple[Trial[None] | None, int]:
-    """What is found on a curve whose level adds 10 us each, and how many tries that took."""
+    """What is found on a curve whose level adds 10 us each, and how many tries that took.
 
-    def attempt(level: int, room: Room) -> Trial[None]:
-        memory = Memory(0, "", 0, (), (), transfers_bytes=5)
-        us = 1000.0 + 10 * level - SAVES[room]
-        return Trial(level, room, None, memory, peaks[level] + EXTRA[room], us, exposed_us, 40)
+    Args:
+        shown: how much of a byte that is kept again is seen in the peak.
+        num_values: of the forward; one more than of which a try is cheap.
+    """
+    curve = Curve(kept, longer, num_by_hand, by_hand_us, saves, range(num_values))
+
+    def attempt(level: int, room: Room, spare_bytes: int) -> Trial[None]:
+        alive = (Alive("bucket", Kind.GATHERED, 5),)
+        memory = Memory(0, "", 0, (), alive, transfers_bytes=5)
+        us = 1000.0 + curve.us(level, spare_bytes) - SAVES[room]
+        peak = peaks[level] + EXTRA[room] + int(shown * spare_bytes)
+        return Trial(level, room, None, memory, peak, us, exposed_us, 40, spare_bytes)
 
     found: Search[None] = Search(attempt, budget, rooms, usual)
-    curve = Curve(kept, longer)
     trial = found.run(lambda: curve)  # type: ignore[arg-type,return-value]
     return trial, len(found.trials)
 
@@ -117,6 +153,43 @@ def test_every_level_behind_the_steps_is_tried_before_nothing_fits() -> None:
     assert tries <= 4
 
 
+def test_by_hand_where_that_is_faster() -> None:
+    """Than the first level that fits; not tried where it is thought not to be, or not to fit."""
+    kept = [100, 90, 80, 70, 60, 50, 40]
+    one: dict[str, Any] = {"longer": 1, "num_by_hand": 1, "rooms": frozenset({Room.USUAL})}
+    for budget, us, expected in ((65, 25.0, 6), (65, 35.0, 4), (80, 5.0, 6), (100, 5.0, 0)):
+        trial, tries = search(kept, kept, budget, by_hand_us=us, **one)
+        assert trial is not None
+        assert trial.level == expected
+        _, without = search(kept, kept, budget, **one | {"num_by_hand": 0})
+        assert tries == without + (expected == 6)
+    trial, _ = search(kept, kept, 65, by_hand_us=35.0, num_values=FEW, **one)
+    assert trial is not None  # a try is cheap
+    assert trial.level == 6
+    less = [*kept[:-1], 30]
+    trial, _ = search(less, less, 35, by_hand_us=500.0, **one)
+    assert trial is not None  # nothing else fits
+    assert trial.level == 6
+
+
+def test_what_a_level_leaves_is_spent() -> None:
+    """On keeping again, as much as fits, whatever of it is seen; nothing where it saves nothing."""
+    kept = [1000, 400, 300]
+    one: dict[str, Any] = {"rooms": frozenset({Room.USUAL})}
+    for shown, budget, least in ((1.0, 900, 480), (2.0, 900, 220), (0.5, 600, 280)):
+        trial, tries = search(kept, kept, budget, saves=0.01, shown=shown, num_values=FEW, **one)
+        assert trial is not None
+        assert trial.level == 1
+        assert trial.peak_bytes <= budget
+        assert trial.spare_bytes >= least
+        assert trial.step_us < 1010
+        assert tries <= 8
+    for saves, num_values in ((0.0, FEW), (0.01, FEW + 1)):  # nothing; too little for a dear try
+        trial, _ = search(kept, kept, 900, saves=saves, num_values=num_values, **one)
+        assert trial is not None
+        assert trial.spare_bytes == 0
+
+
 KEPT = list(range(100, 50, -10))
 
 
@@ -138,6 +211,16 @@ def test_transfers_give_way_where_that_is_faster() -> None:
     trial, _ = search(peaks, kept, 100)
     assert trial is not None
     assert (trial.level, trial.room) == (0, Room.LEAST)
+
+
+def test_transfers_keep_their_room_where_that_saves_little() -> None:
+    """Of a hundred levels they stand for less than one: the least room is not tried."""
+    kept = list(range(1000, 0, -10))
+    usual: dict[str, Any] = {"rooms": frozenset({Room.USUAL})}
+    trial, tries = search(kept, kept, 505)
+    assert trial is not None
+    assert trial.level == 50
+    assert tries == search(kept, kept, 505, **usual)[1]
 
 
 def test_more_room_where_compute_waits() -> None:

@@ -467,7 +467,15 @@ def test_the_ordinary_loop(name: str, micro_batches: int) -> None:
     assert check(name, "loop", micro_batches=micro_batches) == []
 
 
-@pytest.mark.parametrize(("name", "door"), [("gpt", "step"), *exhaustive(("unet", "loop"))])
+@pytest.mark.parametrize(
+    ("name", "door"),
+    [
+        ("gpt", "step"),
+        ("recurrent", "step"),  # a region of views alone is none
+        *exhaustive(*((name, "step") for name in ("convnet", "llama", "unet"))),
+        *exhaustive(("llama", "loop"), ("unet", "loop")),
+    ],
+)
 def test_with_compiled_regions(name: str, door: str) -> None:
     """What regions allocate is read from their code."""
     assert check(name, door, regions="inductor") == []
@@ -503,6 +511,25 @@ def test_no_chain_of_blocks_is_repeated_at_once(name: str) -> None:
         assert_same(one.values, free.values, rtol=0)
     for one, budget in zip(found, budgets, strict=True):
         assert 0.9 * budget <= one.measured_bytes <= budget + SLACK
+
+
+@pytest.mark.parametrize("name", ["elementwise", *exhaustive("post_norm", "scaled")])
+def test_by_hand_no_compiled_step_holds_less(name: str) -> None:
+    """What policy=full reaches is a budget, whose step is no slower; as the budget falls the time
+    does not, and no bit changes."""
+    settings: dict[str, Any] = {"regions": "inductor"}
+    free = train(name, "step", "none", **settings)
+    by_policy = train(name, "step", "none", recompute={"policy": "full"}, **settings)
+    least = least_budget(name, "step", **settings)
+    assert least <= by_policy.peak_bytes < 0.8 * free.peak_bytes
+    budgets = [free.peak_bytes, (free.peak_bytes + least) // 2, by_policy.peak_bytes, least]
+    found = [train(name, "step", budget, **settings) for budget in budgets]
+    assert found[2].step_us <= by_policy.step_us
+    times = [one.step_us for one in found]
+    assert times == sorted(times)
+    for one, budget in zip((by_policy, *found), (by_policy.peak_bytes, *budgets), strict=True):
+        assert_same(one.values, free.values, rtol=0)
+        assert one.measured_bytes <= budget + SLACK
 
 
 def test_checkpoints_of_functions_are_honoured() -> None:

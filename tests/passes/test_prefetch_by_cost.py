@@ -16,7 +16,7 @@ from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.verify import verify
-from fxzero.passes import Bucket, Context, Fact, Notes, Prefetch
+from fxzero.passes import Bucket, Context, Fact, Notes, Prefetch, prefetch
 from fxzero.schedule.followers import readers
 from tests.stepping import chain_of, step_graph
 from tests.tracing import chain, run, trace, up_to
@@ -60,6 +60,22 @@ def test_no_time_to_win_keeps_nothing() -> None:
     """Compute hides everything: memory is saved instead."""
     _, notes = scheduled(by_mm(1000, 1))
     assert notes["kept"] == 0
+
+
+def test_other_choices_are_tried_where_they_may_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where compute hides everything: the first is as fast as any then."""
+    tried: list[object] = []
+    original = prefetch.best_order
+
+    def count(*arguments: Any) -> Any:
+        tried.append(arguments)
+        return original(*arguments)
+
+    monkeypatch.setattr(prefetch, "best_order", count)
+    for wire_us, several in ((1, False), (400, True)):
+        tried.clear()
+        scheduled(by_mm(1000, wire_us))
+        assert (len(tried) > 1) == several
 
 
 def test_keep_can_be_switched_off() -> None:

@@ -37,7 +37,7 @@ def test_levels_of_equal_layers() -> None:
     crosses from layer to layer."""
     values = chain_of_layers(6)
     found = levels(values)
-    kept = found.kept_bytes
+    kept = [found.kept_bytes(level) for level in range(len(found))]
     assert kept == sorted(kept, reverse=True)
     assert len(set(kept)) == len(found)
     assert kept[0] == closure(values, ()).kept_bytes
@@ -88,6 +88,38 @@ def test_what_somebody_could_choose_by_hand_comes_last() -> None:
     assert found.at(len(found) - 1).in_parts == every - some
 
 
+def test_what_is_cheap_may_cross_but_by_hand() -> None:
+    """Repeated at every level, whatever it crosses; what somebody chooses is as they would have
+    it, also where the same is a level of longer segments."""
+    values = chain_of_layers(6)
+    base = {i for i, value in enumerate(values) if value.name.endswith("add")}
+    by_hand = set(range(len(values))) - base
+    found = levels(values, base, [by_hand], crosses=True)
+    assert base & crossers(values, found.fences)
+    assert all(base <= found.at(level).repeated for level in range(found.by_hand))
+    assert found.by_hand == len(found) - 1
+    assert found.at(found.by_hand).repeated == by_hand
+    longer = levels(values, base).longer[0].repeated
+    again = levels(values, base, [longer], crosses=True)
+    assert again.at(again.by_hand).repeated == longer
+
+
+def test_some_of_a_level_is_kept_again() -> None:
+    """As far as bytes to spare go; with enough of them all of it."""
+    values = chain_of_layers(6)
+    found = levels(values)
+    last = found.last
+    kept, us = found.kept_bytes(last), found.us(last)
+    for spare in (0, 100, 300):
+        at = found.closure_at(last, spare)
+        assert kept <= at.kept_bytes <= kept + spare
+        assert at.us <= us
+        us = at.us
+    assert us < found.us(last)
+    every = found.kept_bytes(0) - kept
+    assert found.closure_at(last, every).us == 0
+
+
 def test_fences_stand_where_little_crosses() -> None:
     """Behind a layer, not within."""
     values = chain_of_layers(8)
@@ -133,8 +165,8 @@ def test_what_crosses_is_cut_into_parts() -> None:
         for value in chain_of_layers(6)
     ]
     whole, parts = levels(chain_of_layers(6)), levels(values)
-    assert parts.kept_bytes[0] == whole.kept_bytes[0]
-    assert parts.kept_bytes[parts.last] < whole.kept_bytes[whole.last] / 2
+    assert parts.kept_bytes(0) == whole.kept_bytes(0)
+    assert parts.kept_bytes(parts.last) < whole.kept_bytes(whole.last) / 2
     end = at(parts, parts.last)
     assert crossers(values, parts.fences) <= end.in_parts
     assert not at(parts, 1).in_parts  # repeating is cheaper

@@ -84,6 +84,27 @@ FAULTS = (
         "tests/compiler/test_level_search.py::test_the_first_level_that_fits",
     ),
     Fault(
+        "what is cheap is added to what somebody chooses by hand",
+        "fxzero/schedule/repetition_levels.py",
+        "chosen = Chosen(frozenset(repeated), kept)",
+        "chosen = Chosen(found.always.union(repeated), kept)",
+        "tests/schedule/test_repetition_levels.py::test_what_is_cheap_may_cross_but_by_hand",
+    ),
+    Fault(
+        "more is kept again than there is to spare",
+        "fxzero/schedule/spare.py",
+        "if gain is None or gain.num_bytes > spare_bytes:",
+        "if gain is None:",
+        "tests/schedule/test_spare.py::test_what_takes_most_time_for_its_bytes_is_kept",
+    ),
+    Fault(
+        "what a level leaves of a budget is not spent",
+        "fxzero/compiler/level_search.py",
+        "(self._spend(trial, known) for trial in fitting),",
+        "fitting,",
+        "tests/compiler/test_level_search.py::test_what_a_level_leaves_is_spent",
+    ),
+    Fault(
         "what crosses a fence is repeated too",
         "fxzero/schedule/repetition_levels.py",
         "value.may_repeat and i not in crossing,",
