@@ -127,6 +127,8 @@ class Context:
     """Whether the whole step will be one CUDA graph: it cannot ask a generator for its state."""
     throttle: Throttle = field(default_factory=Throttle)
     """What copies between pools are held back to."""
+    host_budget_bytes: int | None = None
+    """Most bytes that the step may hold in the host's memory; None if there is no bound."""
     params_on_host: bool = False
     """Whether parameters live on the host whoever updates them, as they are brought where they are
     used."""

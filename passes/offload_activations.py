@@ -15,6 +15,7 @@ before and after.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -32,6 +33,7 @@ from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Door, Fact, Notes
 from fxzero.passes.decision import DecidingPass, Decision
+from fxzero.passes.offload_disk import OffloadDisk, Stored
 from fxzero.passes.updates_on_host import staging_area, value_on_host
 from fxzero.regions.cutout import move_parts_together
 from fxzero.runtime import copies
@@ -117,15 +119,19 @@ def _is_dense(value: torch.Tensor) -> bool:
     return value.stride() == torch.empty_like(value, device="meta").stride()
 
 
-def chosen(values: Sequence[Saved], timeline: Timeline, wanted_bytes: float) -> list[Saved]:
-    """As many of some values as there is time for, those made first before others."""
+def chosen(
+    values: Sequence[Saved], timeline: Timeline, wanted_bytes: float, room_bytes: float = math.inf
+) -> list[Saved]:
+    """As many of some values as there is time for, and room on the host, those made first before
+    others."""
     found: list[Saved] = []
     taken_bytes = 0
     for saved in values:
         own_bytes = num_bytes(saved.node)
         if taken_bytes + own_bytes / 2 > wanted_bytes:
             break
-        if has_time([*found, saved], timeline):
+        more = [*found, saved]
+        if staging_bytes(places(more)) <= room_bytes and has_time(more, timeline):
             found.append(saved)
             taken_bytes += own_bytes
     return found
@@ -181,6 +187,11 @@ def places(values: Sequence[Saved]) -> dict[fx.Node, int]:
         found[saved.node] = offset
         held.append((offset, offset + size, saved.first_read))
     return found
+
+
+def staging_bytes(offsets: dict[fx.Node, int]) -> int:
+    """What values at some offsets take together."""
+    return max((begin + aligned(num_bytes(node)) for node, begin in offsets.items()), default=0)
 
 
 def move(graph: StepGraph, saved: Saved, staging: fx.Node, offset: int, ctx: Context) -> None:
@@ -258,7 +269,8 @@ class OffloadActivations(DecidingPass[Moved]):
 
     share: Share = None
     """In whole steps: the part of the bytes that forward saves for backward that may go to the
-    host's memory, as far as there is time for it; what is made first goes first."""
+    host's memory, as far as there is time for it, and room within `host_budget`; what is made first
+    goes first."""
     min_bytes: int = 1 << 20
     """Smaller values stay: a copy takes some time, however small."""
 
@@ -276,7 +288,8 @@ class OffloadActivations(DecidingPass[Moved]):
         first = by_step[0] if by_step else []
         timeline = Timeline(graph, ctx.costs, ctx.throttle, fuses=ctx.fuses)
         saved_bytes = sum(num_bytes(saved.node) for saved in first)
-        go = chosen(first, timeline, decided(self.share) * saved_bytes)
+        wanted_bytes = decided(self.share) * saved_bytes
+        go = chosen(first, timeline, wanted_bytes, _room_bytes(ctx))
         positions = [first.index(saved) for saved in go]
         names = [own[i].node.name for own in by_step for i in positions if i < len(own)]
         moved_bytes = sum(num_bytes(saved.node) for saved in go)
@@ -300,9 +313,7 @@ class OffloadActivations(DecidingPass[Moved]):
             return Notes()
         by_step = [list(own) for _, own in groupby(values, key=lambda saved: saved.micro_step)]
         where = [places(own) for own in by_step]
-        room = max(
-            offset + aligned(num_bytes(node)) for own in where for node, offset in own.items()
-        )
+        room = max(map(staging_bytes, where))
         staging, begin = staging_area(graph, room)
         for own, offsets in zip(by_step, where, strict=True):
             for saved in own:
@@ -313,3 +324,12 @@ class OffloadActivations(DecidingPass[Moved]):
             of=decision.saved_bytes,
             staging_bytes=room,
         )
+
+
+def _room_bytes(ctx: Context) -> float:
+    """What a bound on the host's memory leaves beside parameters, state and gradients."""
+    if ctx.host_budget_bytes is None:
+        return math.inf
+    stored = ctx.decisions.made.get(OffloadDisk.name)
+    held_bytes = stored.host_bytes if isinstance(stored, Stored) else 0
+    return ctx.host_budget_bytes - held_bytes

@@ -17,13 +17,12 @@ from fxzero.capture.folded import marked_parameters, reveal
 from fxzero.capture.unfold_layers import unfold
 from fxzero.compiler.config import Config
 from fxzero.compiler.fitting import Fitting
-from fxzero.compiler.memory_budget import NO_BUDGET
 from fxzero.compiler.pipelines import DECIDING, Pipelines
 from fxzero.compiler.placement import Placing, Tried, is_open
 from fxzero.compiler.plan import OtherGraphError, Plan
 from fxzero.compiler.run import PassRecord, run_passes
+from fxzero.compiler.without_effect import without_effect
 from fxzero.cost.throttle import Throttle
-from fxzero.disk.scratch import DiskSettings
 from fxzero.errors import ConfigError, FxZeroWarning, VerificationError
 from fxzero.graph import StepGraph
 from fxzero.graph.aliases import root
@@ -80,28 +79,10 @@ class Compilation:
     def __post_init__(self) -> None:
         if self.config.plan:
             self.context.decisions.plan = Plan.read(self.config.plan, DECIDING)
-        filled = self.config.filled
         self.context.throttle = self.config.throttle
+        self.context.host_budget_bytes = self.config.host_budget_bytes
         self.take(self.pipelines)
-        if not filled.offload_states.ahead and not filled.offload_states.share:
-            self.context.warnings.append(
-                "offload_states.ahead=False has no effect: no state is offloaded"
-            )
-        if filled.offload_params.in_flight is not None and not filled.offload_params.share:
-            self.context.warnings.append(
-                f"offload_params.in_flight={filled.offload_params.in_flight} has no effect: "
-                "offload_params.share is 0"
-            )
-        if filled.host_budget != NO_BUDGET and not filled.offload_states.share:
-            self.context.warnings.append(
-                f"host_budget={self.config.host_budget!r} has no effect: nothing is held on the "
-                "host. Choose what is by memory='states_host', say."
-            )
-        if self.config.disk != DiskSettings() and filled.host_budget == NO_BUDGET:
-            self.context.warnings.append(
-                f"{self.config.disk} has no effect: nothing is held on disk. Bound what the host "
-                "holds by host_budget, or use memory='infinity'."
-            )
+        self.context.warnings += without_effect(self.config)
         for observe in observers:
             observe(self)
 

@@ -21,7 +21,7 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from fxzero.errors import ConfigError, DiskError, FxZeroWarning
+from fxzero.errors import ConfigError, DiskError, FxZeroWarning, HostMemoryError
 from fxzero.settings import at_least, check_types
 
 BLOCK = max(4096, mmap.PAGESIZE)
@@ -31,8 +31,19 @@ _PREFIX = "fxzero-scratch-"
 
 
 def pages(num_bytes: int) -> memoryview:
-    """Memory that begins at a page, as direct I/O asks, and takes none until it is written."""
-    return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    """Memory that begins at a page, as direct I/O asks, and takes none until it is written.
+
+    Raises:
+        HostMemoryError: the system does not give it.
+    """
+    try:
+        return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    except (OSError, OverflowError) as error:
+        raise HostMemoryError(
+            f"{num_bytes} bytes of pool host at once: {error}. Nothing was moved there. Hold less "
+            "there, make disk.chunk_bytes or disk.depth smaller if that is what they are for, or "
+            "raise the limit (ulimit -v)."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -101,10 +112,13 @@ class ScratchFile:
                 raise DiskError(
                     f"disk.paths: {num_bytes} bytes in {folder}: {error.strerror}"
                 ) from error
+            why = f"{_free_bytes(folder)} are free. Nothing was moved there. Free some"
+            if error.errno == errno.EFBIG:
+                why = "which is larger than a file may be. Nothing was moved there. Raise the limit"
+                why += " (ulimit -f)"
             raise DiskError(
-                f"disk.paths: {folder} has no room for {num_bytes} bytes, {_free_bytes(folder)} "
-                "are free. Nothing was moved there. Free some, name other folders, or raise "
-                "host_budget so that less goes to disk."
+                f"disk.paths: {folder} has no room for {num_bytes} bytes, {why}, name other "
+                "folders, or raise host_budget so that less goes to disk."
             ) from error
         self.is_direct = self._use_direct()
         """Whether bytes go past the page cache."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +76,7 @@ class HostArena:
         self, homes: Mapping[Home, Layout], staging_bytes: int, device: torch.device = HOST
     ) -> None:
         self.homes = dict(homes)
+        self.device = device
         offsets, total = {}, 0
         for home, layout in self.homes.items():
             offsets[home] = total
@@ -144,6 +145,19 @@ _arenas: weakref.WeakKeyDictionary[Optimizer, HostArena] = weakref.WeakKeyDictio
 def arena_of(optimizer: Optimizer) -> HostArena | None:
     """The arena of an optimizer's steps: one for all graphs, of whatever shapes of batches."""
     return _arenas.get(optimizer)
+
+
+def let_go(optimizer: Optimizer, homes: Collection[Home]) -> None:
+    """Let some of what lives in an optimizer's arena live elsewhere, once its memory has moved: the
+    arena would be another one that looks at it. What stays moves too, with the next step."""
+    arena = arena_of(optimizer)
+    if arena is None or arena.homes.keys().isdisjoint(homes):
+        return
+    rest = {home: layout for home, layout in arena.homes.items() if home not in homes}
+    del _arenas[optimizer]
+    if rest:
+        _arenas[optimizer] = HostArena(rest, arena.staging.nbytes, arena.device)
+    arena.leave()
 
 
 def arena_for(

@@ -153,8 +153,8 @@ class Binder:
         if self.homes or self.staging:
             if not _compat.is_fake(next(v for v in values if isinstance(v, Tensor))):
                 delayed.begin_run(self.optimizer, self._token)
+            self.disk.bring_home(values)  # what goes to disk leaves the host's arena
             self._bring_home(values)
-            self.disk.bring_home(values)
         for i, group in self.groups:
             values[i] = self.optimizer.param_groups[group]
         if self._constants[0] != loss_scale:

@@ -14,7 +14,7 @@ from fxzero import _compat
 from fxzero.graph import StepGraph
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import Role, stamp_of
-from fxzero.runtime.arena import Home, Layout
+from fxzero.runtime.arena import Home, Layout, let_go
 from fxzero.runtime.disk_arena import Bucket, DiskArena, disk_arena_for, disk_arena_of
 from fxzero.runtime.disk_streams import StoredUpdate
 from fxzero.transfer import Pool
@@ -70,6 +70,7 @@ class DiskBinder:
             arena = self._arena = disk_arena_for(self.optimizer, wanted, settings, self.device)
         assert arena is not None
         if is_new:
+            let_go(self.optimizer, {home for _, home in self.homes})
             self.homes.sort(key=lambda home: arena.begin_of(home[1]))  # pieces are written once
         away = [(i, home) for i, home in self.homes if not arena.bring_home(home, values[i])]
         if away and is_new:

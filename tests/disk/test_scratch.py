@@ -14,7 +14,7 @@ import pytest
 
 from fxzero.disk import scratch
 from fxzero.disk.scratch import BLOCK, DiskSettings, ScratchFile, pages
-from fxzero.errors import ConfigError, DiskError, FxZeroWarning
+from fxzero.errors import ConfigError, DiskError, FxZeroWarning, HostMemoryError
 
 
 def filled(byte: int, blocks: int = 1) -> memoryview:
@@ -163,3 +163,20 @@ def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None
     with pytest.raises(ConfigError) as caught:
         DiskSettings(**settings)
     assert str(caught.value).startswith(message)
+
+
+def test_memory_that_there_is_not() -> None:
+    """More than any process may map."""
+    with pytest.raises(HostMemoryError, match=f"{1 << 60} bytes of pool host at once"):
+        pages(1 << 60)
+
+
+def test_a_limit_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room that there is has nothing to do with it."""
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(DiskError, match=r"8192 bytes, which is larger than a file may be.*ulimit"):
+        ScratchFile(tmp_path, 8192)

@@ -60,8 +60,9 @@ class Training:
         if zero is not None:
             fxzero.shard(self.model, zero=zero)
         self.optimizer = OPTIMIZERS[optimizer](two_groups(self.model))
+        self.with_loss = WithLoss(self.model, self.example.loss)
         self.step = fxzero.compile_step(
-            WithLoss(self.model, self.example.loss),
+            self.with_loss,
             self.optimizer,
             scheduler=warm_up(self.optimizer),
             options=options,
@@ -287,6 +288,27 @@ def test_training_goes_on_elsewhere_and_comes_back() -> None:
         host.run(1)
         assert same(plain, host)
     assert is_at_home(host)
+
+
+@pytest.mark.parametrize("before", ["states_host", "all_host", "l2l"])
+def test_a_step_on_disk_behind_one_on_the_host(before: str) -> None:
+    """The arena lets go of what moves; what it was goes on as it was."""
+    plain, moved = (Training("gpt", "adamw", None, EAGER) for _ in range(2))
+    for training, presets in ((plain, ["none"] * 3), (moved, [before, "infinity", before])):
+        for memory in presets:
+            training.step = fxzero.compile_step(
+                training.with_loss,
+                training.optimizer,
+                options={**EAGER, "memory": memory},
+            )
+            training.run(1)
+            if memory == "infinity":
+                store = disk_arena_of(training.optimizer).store  # type: ignore[union-attr]
+                end = store.address + store.num_bytes
+                parameters = [p.data_ptr() for p in training.model.parameters() if p.numel()]
+                assert all(store.address <= pointer < end for pointer in parameters)
+                assert {name for _, name in training.arena.homes} == {"step"}  # numbers stay
+    assert same(plain, moved)
 
 
 def test_what_is_saved_is_no_more_than_itself(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ from fxzero.passes.recompute import Recompute
 from fxzero.runtime import copies
 from fxzero.runtime.arena import aligned
 from fxzero.schedule.copy_times import Timeline
+from fxzero.schedule.simulate import simulate_memory
 from fxzero.transfer import PCIE_DOWN, PCIE_UP, Pool
 from tests.passes.test_join_copies import Layers
 from tests.passes.test_offload_states import ONE_PROCESS, downloads, uploads
@@ -358,6 +359,22 @@ def test_beside_state_on_the_host_values_have_bytes_of_their_own() -> None:
     )
     assert all(end <= begin for (_, end), (begin, _) in pairwise(used))
     assert used[-1][1] <= num_bytes(staging)
+
+
+@pytest.mark.parametrize("memory", ["none", "all_host"])
+def test_they_go_as_far_as_the_host_has_room(memory: str) -> None:
+    """What is bounded is all that is held there."""
+    options = {**VALUES, "memory": memory, "host_budget": "1TB"}
+    most = simulate_memory(moved(options=options), fuses=False).host_bytes
+    counts = []
+    for fewer in range(DEPTH + 1):
+        budget = max(1, most - fewer * VALUE_BYTES)
+        graph = moved(options={**options, "host_budget": budget})
+        assert simulate_memory(graph, fuses=False).host_bytes <= budget
+        counts.append(len([copy for copy in downloads(graph) if not copy.of_parameters]))
+    assert counts[0] == DEPTH
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] < DEPTH
 
 
 def test_what_it_says_of_itself() -> None:

@@ -211,6 +211,13 @@ def test_a_budget_that_is_no_size(text: str, message: str) -> None:
             {"memory": "all_host", "disk": {"paths": ["/tmp"]}},
             "has no effect: nothing is held on disk",
         ),
+        ({"offload_states": {"delay": 1}}, "delay=1 has no effect: no state is offloaded"),
+        ({"offload_states": {"update": "device"}}, "update=device has no effect: no state is off"),
+        ({"offload_states": {"ahead": False}}, "ahead=False has no effect: no state is offloaded"),
+        (
+            {"memory": "states_host", "offload_states": {"delay_after": 3}},
+            "delay_after=3 has no effect: no update is late",
+        ),
     ],
 )
 def test_settings_without_effect(options: dict[str, Any], message: str) -> None:
