@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_iter, tree_map
 
-from fxzero._compat import OpOverload, allocations_on_cpu, is_symbolic, real_tensors
+from fxzero._compat import OpOverload, allocations_on_cpu, is_symbolic, pytree, real_tensors
 from fxzero.graph.aliases import is_view
 
 _measured: dict[Any, int] = {}
@@ -57,7 +56,7 @@ def _is_measurable(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
         return False
     values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
-    tensors = [value for value in tree_iter(values) if isinstance(value, Tensor)]
+    tensors = [value for value in pytree.tree_iter(values) if isinstance(value, Tensor)]
     return bool(tensors) and not any(t.device.type != "cpu" or is_symbolic(t) for t in tensors)
 
 
@@ -69,7 +68,7 @@ def _key(node: fx.Node) -> Any:
             return "tensor", tuple(value.shape), tuple(value.stride()), value.dtype
         return value
 
-    arguments = tree_map(described, (node.args, node.kwargs), is_leaf=_is_node)
+    arguments = pytree.tree_map(described, (node.args, node.kwargs), is_leaf=_is_node)
     return node.target, repr(arguments), torch.get_num_threads()
 
 
@@ -84,8 +83,8 @@ def _run(node: fx.Node) -> int:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _made_like(n.meta["val"]))
         target(*args, **kwargs)
         results, changes = allocations_on_cpu(lambda: target(*args, **kwargs))
-        given = {t.untyped_storage().data_ptr() for t in tree_iter((args, kwargs)) if _is(t)}
-        made = {t.untyped_storage().data_ptr(): t for t in tree_iter(results) if _is(t)}
+        given = {t.untyped_storage().data_ptr() for t in pytree.tree_iter((args, kwargs)) if _is(t)}
+        made = {t.untyped_storage().data_ptr(): t for t in pytree.tree_iter(results) if _is(t)}
     left = sum(t.untyped_storage().nbytes() for at, t in made.items() if at not in given)
     return max(0, max(accumulate(changes), default=0) - left)
 
