@@ -33,7 +33,7 @@ from fxzero.graph.streamed_states import brings_back, overwritten_by
 from fxzero.passes.base import Context, Fact, Notes, Pass
 from fxzero.passes.gradient_places import downloads_of, share_places, waits_for_norm
 from fxzero.passes.offload_disk import large_homes
-from fxzero.passes.streamed_updates import of_states, place_streams, streams_of
+from fxzero.passes.streamed_updates import of_states, place_streams, streamed_of
 from fxzero.regions.cutout import end_of_run, runs
 from fxzero.runtime import copies
 from fxzero.runtime.ahead import Launch, Take
@@ -301,7 +301,7 @@ class JoinCopies(Pass):
         join_late(graph, uploads)
         late = [copy for copy in uploads if copy.stamp.made_by != "offload_states"]
         values = [copy for copy in downloads if copy.wait.target is copies.join_download]
-        streams = streams_of(graph)
+        streams = streamed_of(graph)
         if streams or late:
             timeline = Timeline(graph, ctx.costs, ctx.throttle, fuses=ctx.fuses)
         if streams:

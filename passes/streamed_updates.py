@@ -114,7 +114,7 @@ def of_states(copy: TransferNodes) -> bool:
     return copy.stamp.lane is Lane.H2D and copy.stamp.phase is Phase.OPTIMIZER
 
 
-class Stream(NamedTuple):
+class Streamed(NamedTuple):
     """An update of what streams through the device."""
 
     up: TransferNodes
@@ -123,17 +123,17 @@ class Stream(NamedTuple):
     back: TransferNodes
 
 
-def streams_of(graph: StepGraph) -> list[Stream]:
+def streamed_of(graph: StepGraph) -> list[Streamed]:
     """All of them, in the order of their updates."""
     found = []
     for back in filter(brings_back, graph.transfers(name=Lane.D2H.value)):
         launch = back.tensors[0].all_input_nodes[0].all_input_nodes[0]
         (update,) = (u for u in back.tensors[0].users if stamp_of(u).role is Role.UPDATE)
-        found.append(Stream(transfer_nodes(launch), update, back))
+        found.append(Streamed(transfer_nodes(launch), update, back))
     return sorted(found, key=lambda stream: stream.update)
 
 
-def place_streams(graph: StepGraph, streams: list[Stream], timeline: Timeline) -> None:
+def place_streams(graph: StepGraph, streams: list[Streamed], timeline: Timeline) -> None:
     """Let state come in one update ahead, once that of the one before it is back."""
     for up, update, back in streams:
         for node in (up.wait, *up.parts):
@@ -148,7 +148,7 @@ def place_streams(graph: StepGraph, streams: list[Stream], timeline: Timeline) -
         graph.output.prepend(stream.back.wait)
 
 
-def _launch_first(graph: StepGraph, stream: Stream, timeline: Timeline) -> None:
+def _launch_first(graph: StepGraph, stream: Streamed, timeline: Timeline) -> None:
     """Let the first copy begin as late as it can, in the last backward at the earliest."""
     *_, last = graph.segments()
     begin = first_compute(graph, last)

@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxzero._compat import OpOverload, allocations_on_cpu, is_symbolic, pytree, real_tensors
+from fxzero._compat import (
+    OpOverload,
+    allocations_on_cpu,
+    has_symbolic_shape,
+    is_symbolic,
+    pytree,
+    real_tensors,
+)
 from fxzero.graph.aliases import is_view
 
 _measured: dict[Any, int] = {}
@@ -55,9 +62,11 @@ def _is_measurable(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
         return False
-    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
-    tensors = [value for value in pytree.tree_iter(values) if isinstance(value, Tensor)]
-    return bool(tensors) and not any(t.device.type != "cpu" or is_symbolic(t) for t in tensors)
+    values = [*pytree.tree_iter([n.meta.get("val") for n in (node, *node.all_input_nodes)])]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if any(map(is_symbolic, values)) or any(map(has_symbolic_shape, tensors)):
+        return False  # to make such a tensor would be to decide on a size
+    return bool(tensors) and all(tensor.device.type == "cpu" for tensor in tensors)
 
 
 def _key(node: fx.Node) -> Any:

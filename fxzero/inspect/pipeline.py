@@ -20,7 +20,7 @@ from fxzero.graph import StepGraph
 from fxzero.inspect.capture import Capture, capture
 from fxzero.passes import Recompute
 from fxzero.passes.base import Context, Notes, Pass
-from fxzero.schedule.pipeline_replay import PipelineReplay, check, read_table, replay_table
+from fxzero.schedule.pipeline_replay import PipelineReplay, check, read_schedule, replay_table
 from fxzero.schedule.pipeline_tables import TABLES, Action, Table, Work
 from fxzero.schedule.stages import MODEL_STATES, Stages, stages_of
 
@@ -101,7 +101,7 @@ def table_of(schedule: str, num_ranks: int, num_micro_batches: int) -> Table:
         raise ConfigError(
             f"schedule={schedule!r}: {nearest(schedule, TABLES)}. Or name a file, x.csv."
         )
-    table = read_table(Path(schedule))
+    table = read_schedule(Path(schedule))
     if (table.num_ranks, table.num_micro_steps) != (num_ranks, num_micro_batches):
         raise ConfigError(
             f"schedule={schedule!r} is for {table.num_ranks} ranks and {table.num_micro_steps} "

@@ -26,7 +26,7 @@ from fxzero.schedule.pipeline_tables import Action, Table, Work
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
-def read_table(path: Path) -> Table:
+def read_schedule(path: Path) -> Table:
     """Read a CSV file: a row a rank, in each cell an action such as ``2F0``; empty cells are idle.
 
     Raises:

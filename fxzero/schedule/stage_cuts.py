@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -139,15 +138,3 @@ def _least_sent(
     for before in reversed(came_from):
         found.append(int(before[found[-1]]))
     return tuple(found[-2:0:-1])
-
-
-def ideals_of(graph: nx.DiGraph, most: int) -> list[frozenset[int]] | None:
-    """All sets of a graph's nodes that contain what their nodes need, smallest first; None if there
-    are more than `most`."""
-    found: list[frozenset[int]] = []
-    for antichain in nx.antichains(graph):
-        if len(found) == most:
-            return None
-        closed = set(antichain).union(*(nx.ancestors(graph, node) for node in antichain))
-        found.append(frozenset(closed))
-    return sorted(found, key=lambda ideal: (len(ideal), sorted(ideal)))

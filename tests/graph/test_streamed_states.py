@@ -7,7 +7,7 @@ import torch
 from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
 from fxzero.graph.verify import verify
 from fxzero.passes import Fact
-from fxzero.passes.streamed_updates import Stream, streams_of
+from fxzero.passes.streamed_updates import Streamed, streamed_of
 from tests.graph.test_streams import refused
 from tests.passes.test_offload_states import ONE_PROCESS, offloaded
 from tests.passes.test_streamed_updates import DEVICE
@@ -16,11 +16,11 @@ from tests.tracing import of_role
 _ALL = frozenset(Fact) - {Fact.CUT}
 
 
-def streamed(precision: str | None = None) -> tuple[StepGraph, list[Stream]]:
+def streamed(precision: str | None = None) -> tuple[StepGraph, list[Streamed]]:
     """Four layers in one process."""
     graph = offloaded(4, DEVICE, **ONE_PROCESS, precision=precision)
     verify(graph, _ALL, after="join_copies")
-    return graph, streams_of(graph)
+    return graph, streamed_of(graph)
 
 
 def test_state_that_does_not_come_back() -> None:

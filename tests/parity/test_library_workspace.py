@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+import fxzero
 from fxzero._compat import allocations_on_cpu
+from fxzero.compiler.compilation import Compilation
+from fxzero.cost import library_workspace
 from tests.parity import test_memory_budget as budgets
 from tests.parity.test_memory_budget import SLACK, least_budget, train
 from tests.tiers import exhaustive
+from tests.tracing import observed
 
 _one_thread = budgets._one_thread
 
@@ -124,3 +130,26 @@ def test_allocations_in_order() -> None:
     assert result.shape == (1000,)
     assert sorted(changes) == [-4000, -4000, 4000, 4000, 4000]
     assert changes[0] == 4000
+
+
+def test_a_size_that_is_any_is_not_decided_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has one is not made, and so not measured: batches of all sizes stay one graph."""
+    torch._dynamo.reset()
+    ran: list[str] = []
+
+    def record(node: fx.Node) -> int:
+        ran.extend(str(n.meta.get("val")) for n in (node, *node.all_input_nodes))
+        return 0
+
+    monkeypatch.setattr(library_workspace, "_measured", {})
+    monkeypatch.setattr(library_workspace, "_run", record)
+    model = fxzero.shard(nn.Sequential(nn.Linear(7, 11), nn.Sigmoid(), nn.Linear(11, 7)), zero=0)
+    options = {"memory_budget": "1GiB", "lower_regions": {"backend": "eager"}}
+    compiled = torch.compile(model, backend="fxzero", dynamic=True, options=options)
+    found: list[Compilation] = []
+    with observed(found.append), warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxzero.FxZeroWarning)  # fitted to the first of them
+        for rows in (6, 9, 12):
+            compiled(torch.randn(rows, 7)).sum().backward()
+    assert len(found) == 1
+    assert not [value for value in ran if re.search(r"\bs\d+\b", value)]

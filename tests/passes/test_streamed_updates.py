@@ -12,7 +12,7 @@ import fxzero
 from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
-from fxzero.passes.streamed_updates import Stream, streams_of
+from fxzero.passes.streamed_updates import Streamed, streamed_of
 from fxzero.runtime import copies, updates
 from fxzero.runtime.ahead import Take
 from fxzero.schedule.simulate import simulate, simulate_memory
@@ -29,9 +29,9 @@ def streamed(depth: int = 3, **settings: Any) -> StepGraph:
     return offloaded(depth, DEVICE, **settings)
 
 
-def streams(depth: int = 3, **settings: Any) -> list[Stream]:
+def streams(depth: int = 3, **settings: Any) -> list[Streamed]:
     """What streams in it."""
-    return streams_of(streamed(depth, **settings))
+    return streamed_of(streamed(depth, **settings))
 
 
 @pytest.mark.parametrize("settings", [ONE_PROCESS, {}], ids=["one process", "stage 3 on 8 ranks"])
@@ -76,7 +76,7 @@ def test_two_updates_have_something_on_the_device() -> None:
 def test_the_first_begins_in_the_last_backward() -> None:
     """Of several micro-steps: none before it has use for it."""
     graph = streamed(micro_batches=4)
-    (first, *_) = streams_of(graph)
+    (first, *_) = streamed_of(graph)
     computed = [n for n in graph.nodes(role=Role.COMPUTE) if n < first.up.launch]
     *_, last = (n for n in computed if stamp_of(n).phase is not Phase.OPTIMIZER)
     assert stamp_of(last).micro_step == 3
@@ -89,7 +89,7 @@ def test_masters_of_a_lower_precision_live_on_the_host() -> None:
     assert len(read) == 3
     assert {copy.record.dtype for copy in read} == {torch.bfloat16}
     ahead = {node.args[1]: node for node in of_role(graph, Role.AHEAD)}
-    for up, update, back in streams_of(graph):
+    for up, update, back in streamed_of(graph):
         assert [stamp_of(node).pool for node in up.tensors] == [Pool.HOST] * 3
         assert up.tensors[0] in graph.inputs
         assert update.args[0] == [up.parts[0]]
@@ -118,7 +118,7 @@ def test_an_optimizer_without_state() -> None:
     """Nothing is there to move."""
     with pytest.warns(UserWarning, match="update=device moves nothing"):
         graph = offloaded(options=DEVICE, optimizer=_plain_sgd)
-    assert streams_of(graph) == []
+    assert streamed_of(graph) == []
 
 
 def _plain_sgd(parameters: Any) -> torch.optim.Optimizer:

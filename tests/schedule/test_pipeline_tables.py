@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fxzero.errors import ConfigError
 from fxzero.schedule.pipeline_replay import (
     check,
-    read_table,
+    read_schedule,
     replay_table,
     unit_us,
     waits_of,
@@ -107,9 +107,9 @@ def test_a_file_there_and_back(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     table = TABLES["zb_h1"](3, 4)
     table.write(path)
-    assert read_table(path).ranks == table.ranks
+    assert read_schedule(path).ranks == table.ranks
     path.write_text("0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
-    assert text(read_table(path))[1] == "1F0 1B0 1F1 1B1"
+    assert text(read_schedule(path))[1] == "1F0 1B0 1F1 1B1"
 
 
 def changed(**rows: str) -> Table:
@@ -141,10 +141,10 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     """Row and cell are named."""
     path = tmp_path / "mine.csv"
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        read_table(path)
+        read_schedule(path)
     path.write_text("0F0,0X0\n")
     with pytest.raises(ConfigError, match="row 0, cell 1: '0X0' is no action"):
-        read_table(path)
+        read_schedule(path)
 
 
 def test_every_action_waits_for_the_one_before() -> None:

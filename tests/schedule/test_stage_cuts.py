@@ -11,7 +11,19 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from fxzero.schedule.stage_cuts import Cuts, Positions, best_cuts, ideals_of
+from fxzero.schedule.stage_cuts import Cuts, Positions, best_cuts
+
+
+def ideals_of(graph: nx.DiGraph, most: int) -> list[frozenset[int]] | None:
+    """All sets of a graph's nodes that contain what their nodes need, smallest first; None if there
+    are more than `most`."""
+    found: list[frozenset[int]] = []
+    for antichain in nx.antichains(graph):
+        if len(found) == most:
+            return None
+        closed = set(antichain).union(*(nx.ancestors(graph, node) for node in antichain))
+        found.append(frozenset(closed))
+    return sorted(found, key=lambda ideal: (len(ideal), sorted(ideal)))
 
 
 def every_way(
