@@ -364,13 +364,14 @@ def _cast_pack_into(
 def _unpack_into(
     buffer: Tensor, tensors: Sequence[Tensor], align: int, scale: Tensor | None, factor: float
 ) -> None:
+    # A gradient may be one number, expanded: the tensors may then lie right behind it.
+    buffer = buffer.contiguous()
     whole = [t for t in tensors if t.is_contiguous()]
     check_apart("unpack_into", "buffer and tensors", spans(whole), spans([buffer]))
     if len(whole) < len(tensors):
         _check_rows_apart("unpack_into", "buffer and tensors", _bands(tensors), _bands([buffer]))
     if all(runs_on_triton(t) for t in (buffer, *tensors)):
-        # A gradient may be one number, expanded.
-        _launch(buffer.contiguous(), tensors, align, scale, factor, pack=False)
+        _launch(buffer, tensors, align, scale, factor, pack=False)
         return
     shapes, dtypes = [t.shape for t in tensors], [t.dtype for t in tensors]
     made = unpack_reference(buffer, shapes, dtypes, align, _joint(scale, factor))

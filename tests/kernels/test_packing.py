@@ -322,6 +322,13 @@ def test_memory_that_is_shared_is_refused() -> None:
     same(cast_pack([memory[:4], memory[2:6]], torch.float32), torch.zeros(8, device=DEVICE))
 
 
+def test_one_number_expanded_ends_before_the_tensors_behind_it() -> None:
+    memory = torch.arange(9.0, device=DEVICE) + 1
+    number, tensors = memory[:1].expand(8), [memory[1:5], memory[5:]]
+    torch.ops.fxzero.unpack_into(number, tensors, 1, None, 3.0)
+    same(memory, torch.tensor([1.0, *[3.0] * 8], device=DEVICE))
+
+
 MATRIX = (6, 8)
 
 INTERLEAVED = {
