@@ -25,6 +25,7 @@ from fxzero.passes.recompute import Recompute
 from fxzero.passes.release_saved import ReleaseSaved
 from fxzero.passes.shard_grads import ShardGrads
 from fxzero.passes.shard_params import ShardParams
+from fxzero.passes.slab import Slab
 from fxzero.passes.stamp import StampNodes
 from fxzero.passes.tile_linear import TileLinear
 from fxzero.passes.update import Update
@@ -56,6 +57,7 @@ __all__ = [
     "ReleaseSaved",
     "ShardGrads",
     "ShardParams",
+    "Slab",
     "StampNodes",
     "TileLinear",
     "Update",

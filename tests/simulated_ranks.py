@@ -1,8 +1,9 @@
 """Run the graphs of all ranks in one process, node by node in lockstep.
 
 Collectives compute what they mean, on the list of all ranks' values, and are stricter
-than any real backend: the result of a launch is NaN until its wait, a released tensor is
-NaN from then on. A schedule that reads too early or too late gives other numbers.
+than any real backend: the result of a launch is NaN until its wait, a released tensor, or one that
+left its place in a slab, is NaN from then on. A schedule that reads too early or too late gives
+other numbers, and so do two results that have one place.
 
 Markers mean what their documentation says, so a graph can be run before and after any pass.
 """
@@ -22,6 +23,7 @@ from fxzero.graph import StepGraph
 from fxzero.graph.launch import wait
 from fxzero.graph.pieces import Piece
 from fxzero.runtime import collectives
+from fxzero.runtime.slab import Places, slab, vacate
 from fxzero.sharding.params import ParamSpec
 
 _c10d = torch.ops._c10d_functional
@@ -86,6 +88,8 @@ class Lockstep:
     """What a wait will find, by the address of the launch's buffer."""
     owned: dict[int, Tensor | None] = field(default_factory=dict)
     """What was sent and ends at the wait."""
+    means: dict[int, Tensor] = field(default_factory=dict)
+    """Where in a slab the mean of what arrives shall be."""
 
     def run(self, inputs: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
         """Run all nodes and return what each rank returns."""
@@ -129,7 +133,9 @@ class Lockstep:
             return self.of_gloo(target, arguments)
         if target is wait:
             return [[self.arrived(buffer) for buffer in buffers] for buffers in sent]
-        if target is _fxzero.release.default:
+        if target is slab:
+            return [slab(*args).fill_(255) for args, _ in arguments]
+        if target in (_fxzero.release.default, vacate):
             for tensors in sent:
                 for tensor in tensors:
                     tensor.fill_(math.nan)
@@ -156,9 +162,14 @@ class Lockstep:
         """fxzero's own collectives: memory that ends with the join."""
         first = [args[0] for args, _ in arguments]
         if target is collectives.gather:
-            return self.start(first, torch.cat)
+            fulls = [Places(*args[3:]) if args[3:] else None for args, _ in arguments]
+            return self.start(first, torch.cat, places=fulls)
         if target is collectives.exchange:
-            return self.start(first, _all_to_all, [args[3] for args, _ in arguments])
+            own = [args[3] for args, _ in arguments]
+            started = self.start(first, _all_to_all, own)
+            for buffers, (args, _) in zip(started, arguments, strict=True):
+                self.reserve(buffers, args)
+            return started
         if target is collectives.all_reduce:
             return self.start(first, _sum)
         return [
@@ -176,16 +187,43 @@ class Lockstep:
         sent = self.owned.pop(buffer.data_ptr())
         if sent is not None:
             sent.fill_(math.nan)
-        return value
+        mean = self.means.pop(buffer.data_ptr(), None)
+        return value if mean is None else mean.copy_(value)
 
-    def start(self, sent: Values, collective: Any, own: Values | None = None) -> Values:
-        """Start a collective on each rank's tensors; those that are `own` end at the join."""
+    def reserve(self, buffers: list[Tensor], args: Sequence[Any]) -> None:
+        """Let what arrives of gradients take its places in a slab, if there is one."""
+        memory, (for_means, for_others) = args[4:] or (None, (0, 0))
+        if memory is None:
+            return
+        means, others = Places(memory, for_means), Places(memory, for_others)
+        for buffer in buffers:
+            row = buffer.chunk(args[1])[0]
+            self.means[buffer.data_ptr()] = means.take(row, row.shape).fill_(math.nan)
+            for _ in range(args[1] - 2):
+                others.take(row, row.shape).fill_(math.nan)
+
+    def start(
+        self,
+        sent: Values,
+        collective: Any,
+        own: Values | None = None,
+        places: Values | None = None,
+    ) -> Values:
+        """Start a collective on each rank's tensors; those that are `own` end at the join.
+
+        Args:
+            places: where each rank's results shall be, for those in a slab.
+        """
         buffers: Values = [[] for _ in sent]
         for index, tensors in enumerate(zip(*sent, strict=True)):
             results = collective(list(tensors))
             results = results if isinstance(results, list) else [results] * len(sent)
             for rank, result in enumerate(results):
-                buffer = torch.full_like(result, math.nan)
+                found = None if places is None else places[rank]
+                taken = (
+                    torch.empty_like(result) if found is None else found.take(result, result.shape)
+                )
+                buffer = taken.fill_(math.nan)
                 self.pending[buffer.data_ptr()] = result.clone()
                 ends = own is not None and own[rank][index]
                 self.owned[buffer.data_ptr()] = tensors[rank] if ends else None

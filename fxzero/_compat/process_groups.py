@@ -25,6 +25,20 @@ def launch_all_reduce(tensor: torch.Tensor, group: str) -> Any:
     return resolve_process_group(group).allreduce([tensor], options)
 
 
+def launch_all_gather(fulls: list[torch.Tensor], parts: list[torch.Tensor], group: str) -> Any:
+    """Start gathering the ranks' parts of tensors; ``wait()`` on what is returned."""
+    return resolve_process_group(group).allgather_into_tensor_coalesced(fulls, parts)
+
+
+def launch_reduce_scatter(
+    rows: list[torch.Tensor], fulls: list[torch.Tensor], op: str, group: str
+) -> Any:
+    """Start reducing tensors, of which each rank gets its rows; ``wait()`` on what is returned."""
+    options: Any = dist.distributed_c10d.ReduceScatterOptions()
+    options.reduceOp = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}[op]
+    return resolve_process_group(group).reduce_scatter_tensor_coalesced(rows, fulls, options)
+
+
 def init_fake_process_group(world_size: int, rank: int = 0) -> None:
     """A process group of any size in one process, whose collectives move nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

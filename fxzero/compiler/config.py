@@ -26,6 +26,7 @@ from fxzero.passes import (
     OffloadStates,
     Prefetch,
     Recompute,
+    Slab,
     TileLinear,
 )
 from fxzero.passes.lower_regions import RegionBackend
@@ -164,6 +165,7 @@ class Config:
     offload_activations: OffloadActivations = field(default_factory=OffloadActivations)
     gather_ahead: GatherAhead = field(default_factory=GatherAhead)
     lower_regions: LowerRegions = field(default_factory=LowerRegions)
+    slab: Slab = field(default_factory=Slab)
 
     def __post_init__(self) -> None:
         check_types(self, "options")

@@ -39,6 +39,7 @@ from fxzero.passes import (
     ReleaseSaved,
     ShardGrads,
     ShardParams,
+    Slab,
     StampNodes,
     TileLinear,
     Update,
@@ -72,6 +73,7 @@ LOWERING: tuple[type[Pass], ...] = (
     GatherAhead,
     ReleaseSaved,
     LowerRegions,
+    Slab,
 )
 
 
@@ -144,6 +146,8 @@ def _pipelines(config: Config, door: Door, own: Iterable[Pass] = ()) -> Pipeline
     unused: set[type[Pass]] = set()
     if not config.tile_linear.max_bytes:
         unused.add(TileLinear)
+    if not config.slab.enabled:
+        unused.add(Slab)
     if not config.offload_states.share:
         unused.add(OffloadStates)
     if not config.offload_params.share:

@@ -66,6 +66,8 @@ class Role(StrEnum):
     RESHARD = "reshard"
     PREPARE = "prepare"
     """Runs before a launch, on its inputs: a cast, padding."""
+    SLAB = "slab"
+    """Makes the memory in which transfers have their places."""
     LAUNCH = "launch"
     """Starts an asynchronous collective."""
     WAIT = "wait"

@@ -16,6 +16,7 @@
                   which do not start before
     lanes         what runs beside compute is waited for before it is read, or before what it
                   reads is changed; no place in the host's memory is given twice
+    slabs         nor any place in a slab, until nothing reads what is there
     randomness    a random node is never run twice, but from the state that its generator had
     parts         what is gathered again is what was cut, over the ranks that it was cut for
 
@@ -52,6 +53,7 @@ from fxzero.graph.constants import mismatch
 from fxzero.graph.lanes import wrong_lanes
 from fxzero.graph.node_text import node_line, source_line
 from fxzero.graph.operators import is_random
+from fxzero.graph.slabs import wrong_slabs
 from fxzero.graph.stamps import Lane, Role, has_stamp, stamp_of
 from fxzero.graph.step_graph import StepGraph
 from fxzero.graph.streamed_states import overwritten_by
@@ -91,6 +93,8 @@ def verify(graph: StepGraph, facts: Iterable[str], *, after: str) -> None:
         _none_of(graph, after, wrong_lanes(graph))
     if "updated" in known:
         check_updates(graph, after, lowered="cut" in known)
+    if "cut" in known:
+        _none_of(graph, after, wrong_slabs(graph))
 
 
 def _fail(graph: StepGraph, node: fx.Node, after: str, rule: str, advice: str) -> None:
@@ -220,8 +224,8 @@ def check_releases(graph: StepGraph, after: str) -> None:
     """Nothing looks at memory after its release, through views or directly."""
     ends = [
         (node, node.all_input_nodes)
-        for target in _RELEASES
-        for node in graph.graph.find_nodes(op="call_function", target=target)
+        for node in graph.nodes(role=Role.RELEASE)
+        if node.target in _RELEASES or getattr(node.target, "leaves_places", False)
     ]
     _nothing_reads_after(
         graph, after, ends, "released its memory", "Move the release behind the last reader."

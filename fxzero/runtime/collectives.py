@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fxzero._compat import free_storage, launch_all_reduce, resolve_process_group
 from fxzero.ranks.agree import now, settle
+from fxzero.runtime.slab import Places
 
 _joined: deque[Any] = deque(maxlen=16)
 """The last all-reduces that were waited for. When a handle dies with its wait, gloo's
@@ -49,13 +50,21 @@ class InFlight:
         """Sent memory that nobody else reads: freed when the collective is joined."""
 
 
-def gather(parts: list[Tensor], size: int, group: str) -> InFlight:
-    """Start gathering the ranks' parts of some tensors along dim 0."""
+def gather(
+    parts: list[Tensor], size: int, group: str, memory: Tensor | None = None, offset: int = 0
+) -> InFlight:
+    """Start gathering the ranks' parts of some tensors along dim 0.
+
+    Args:
+        memory: the slab where the full tensors have their places; None if they have none.
+        offset: where these begin, in bytes.
+    """
     process_group = resolve_process_group(group)
     rank, tag = process_group.rank(), now.tag
+    places = Places(memory, offset)
     fulls, handles = [], []
     for part in parts:
-        full = part.new_empty((part.shape[0] * size, *part.shape[1:]))
+        full = places.take(part, (part.shape[0] * size, *part.shape[1:]))
         rows = full.chunk(size)
         handles += [
             process_group.recv([rows[other]], other, tag) for other in _others_before(rank, size)
@@ -66,10 +75,24 @@ def gather(parts: list[Tensor], size: int, group: str) -> InFlight:
     return InFlight(fulls, handles)
 
 
-def exchange(fulls: list[Tensor], size: int, group: str, own: list[bool]) -> InFlight:
-    """Start sending each rank its rows of full gradients; `own` where nobody else reads one."""
+def exchange(
+    fulls: list[Tensor],
+    size: int,
+    group: str,
+    own: list[bool],
+    memory: Tensor | None = None,
+    offsets: tuple[int, int] = (0, 0),
+) -> InFlight:
+    """Start sending each rank its rows of full gradients; `own` where nobody else reads one.
+
+    Args:
+        memory: the slab where what is received has its places; None if it has none.
+        offsets: where the rows begin in which the means will be, and all others, in bytes.
+    """
     process_group = resolve_process_group(group)
     rank, tag = process_group.rank(), now.tag
+    for_means, for_others = (Places(memory, offset) for offset in offsets)
+    kept = 1 if rank == 0 else 0  # see `join_exchange`
     mine: list[Tensor] = []
     handles: list[Any] = []
     received: list[list[Tensor]] = []
@@ -79,7 +102,10 @@ def exchange(fulls: list[Tensor], size: int, group: str, own: list[bool]) -> InF
             full = full.contiguous()
         rows = full.chunk(size)
         arriving = [
-            row if other == rank else torch.empty_like(row) for other, row in enumerate(rows)
+            row
+            if other == rank
+            else (for_means if other == kept else for_others).take(row, row.shape)
+            for other, row in enumerate(rows)
         ]
         handles += [
             process_group.recv([arriving[other]], other, tag)

@@ -266,7 +266,7 @@ def tasks_of(graph: StepGraph, costs: CostModel, *, fuses: bool) -> Program:
                 runs = stamp.role is Role.UPDATE and not isinstance(node.target, LateUpdate)
                 us = costs.update_us(node) if runs else 0.0
                 task = replace(task, us=us, resource=HOST, by_event=True)
-        elif stamp.role not in (Role.PART, Role.RELEASE, Role.ROWS):
+        elif stamp.role not in (Role.PART, Role.RELEASE, Role.ROWS, Role.SLAB):
             task = replace(task, us=costs.compute_us(group))
         tasks.append(task)
         labels.append(node.name if len(group) == 1 else stamp.layer or "root")

@@ -5,6 +5,7 @@ through views too; a release ends it earlier. A collective reads what it sends u
 What counts besides the values of nodes:
 
     gather       the full tensors, from the launch on
+    slab         all of it, from the first launch that has a place in it to the last reader
     exchange     on gloo, the other ranks' rows, from the launch to the wait; what was sent until
                  then
     region       its temporaries while it runs: buffers that fusion leaves in memory
@@ -31,6 +32,7 @@ from fxzero.cost.workspace import piece_bytes, workspace_bytes
 from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import num_bytes, tensor_bytes, writes_memory
+from fxzero.graph.slabs import slab_of
 from fxzero.graph.stamps import BESIDE_COMPUTE, stamp_of
 from fxzero.graph.step_graph import sent_by
 from fxzero.graph.streamed_states import overwritten_by
@@ -39,6 +41,7 @@ from fxzero.regions.region import Region
 from fxzero.runtime import collectives
 from fxzero.runtime.ahead import Take
 from fxzero.runtime.arena import aligned
+from fxzero.runtime.slab import vacate
 from fxzero.transfer import Pool, Transfer
 
 
@@ -217,7 +220,7 @@ class _Walk:
         if stamp is not None and stamp.lane in BESIDE_COMPUTE:
             self._beside_compute(node)
         elif stamp is not None and stamp.role is Role.RELEASE:
-            for source in node.all_input_nodes:
+            for source in node.all_input_nodes if node.target is not vacate else ():
                 for storage in self.storage.get(source, ()):
                     storage.ended_by = node
         elif stamp is not None and stamp.role is Role.LAUNCH:
@@ -234,7 +237,9 @@ class _Walk:
             values = node.meta.get("val")
             several = values if isinstance(values, (list, tuple)) else (values,)
             kind = self._kind_of(node) if stamp is not None else Kind.INPUTS
-            self.storage[node] = [self._new(node, tensor_bytes(v), kind) for v in several]
+            made = self.storage[node] = [self._new(node, tensor_bytes(v), kind) for v in several]
+            if stamp is not None and stamp.role is Role.SLAB:
+                made[0].gathered = True
             self.found.temporary[node] = workspace_bytes(node)
 
     def _run_group(self, group: list[fx.Node]) -> None:
@@ -313,8 +318,11 @@ class _Walk:
 
     def _launch(self, node: fx.Node) -> None:
         """What a collective fills, and what it keeps of what it sends."""
-        sent = node.all_input_nodes
-        if node.target is collectives.exchange:
+        sent = sent_by(node)
+        memory = slab_of(node)
+        if memory is not None:
+            self.storage[node] = self.storage[memory] * len(sent)
+        elif node.target is collectives.exchange:
             record = stamp_of(node).transfer
             assert record is not None
             size = record.size
@@ -391,15 +399,19 @@ class _Walk:
         if node.target is not collectives.join_exchange:
             self._alias(node, launch)
             return
-        sent, _, _, own = launch.args
+        sent, _, _, own, *_ = launch.args
         assert isinstance(sent, (list, tuple))
         assert isinstance(own, (list, tuple))
+        memory = slab_of(launch)
         # Summed up in what was received, of which one rank's rows are left.
-        for received in self.storage[launch]:
+        for received in self.storage[launch] if memory is None else ():
             received.ended_by = node
         for source, is_own in zip(sent, own, strict=True):
             for storage in self.storage.get(source, ()) if is_own else ():
                 storage.ended_by = node
+        if memory is not None:
+            self._alias(node, launch)
+            return
         self.storage[node] = [
             self._new(node, tensor_bytes(v), Kind.GRADIENTS) for v in node.meta["val"]
         ]

@@ -47,13 +47,13 @@ OPTIONAL_WHOLE_NUMBERS = (
 )
 FLAGS = (
     *("strict", "keep_text", "stop_unless_finite", "cuda_graph"),
-    *("prefetch.keep", "gather_ahead.enabled", "lower_kernels.enabled"),
+    *("prefetch.keep", "gather_ahead.enabled", "lower_kernels.enabled", "slab.enabled"),
 )
 TEXTS = ("lower_kernels.force", "lower_kernels.table", "cost.cluster")
 CHOICES = ("lower_regions.backend", "cost.model")
 GROUPS = (
     *("cost", "lower_kernels", "recompute", "bucket"),
-    *("prefetch", "gather_ahead", "lower_regions"),
+    *("prefetch", "gather_ahead", "lower_regions", "slab"),
 )
 
 NO_WHOLE_NUMBER = ("2", 1.0, math.nan, math.inf, True, [2], TENSOR, HUGE, -HUGE, np.float64(2))

@@ -47,10 +47,11 @@ def eager_trace() -> Trace:
     return train(build(EXAMPLES["gpt"], torch.float64).cuda(), EXAMPLES["gpt"].loss, batches())
 
 
-def compiled(zero: int, lowering: str) -> Any:
+def compiled(zero: int, lowering: str, **options: Any) -> Any:
     """The sharded model."""
     model = fxzero.shard(build(EXAMPLES["gpt"], torch.float64).cuda(), zero=zero)
-    return torch.compile(model, backend="fxzero", options={"lower_regions": {"backend": lowering}})
+    options |= {"lower_regions": {"backend": lowering}}
+    return torch.compile(model, backend="fxzero", options=options)
 
 
 @lowerings
@@ -127,5 +128,7 @@ def on_nccl(rank: int, port: int, zero: int, lowering: str) -> None:
         parts = [rows_of_rank(batch) for batch in batches()]
         trace = train(compiled(zero, lowering), EXAMPLES["gpt"].loss, parts)
         assert_same_trace(trace, expected, rtol=RTOL[torch.float64])
+        in_places = compiled(zero, lowering, slab={"enabled": True}, prefetch={"keep": False})
+        assert_same_trace(train(in_places, EXAMPLES["gpt"].loss, parts), trace, rtol=0)
     finally:
         dist.destroy_process_group()

@@ -6,6 +6,48 @@ from tests.mutants.fault import Fault
 
 FAULTS = (
     Fault(
+        "two buckets that are there at the same time have one place",
+        "passes/slab.py",
+        "return any(a <= d and c <= b for a, b in self.spans for c, d in other.spans)",
+        "return False",
+        "tests/passes/test_slab.py::test_places_are_apart",
+    ),
+    Fault(
+        "a place in a slab is given again when its bucket has arrived",
+        "passes/slab.py",
+        "end = max(position[node] for storage in brought for node in storage.until())",
+        "end = position[transfer.wait]",
+        "tests/passes/test_slab.py::test_the_meaning_stays",
+    ),
+    Fault(
+        "a slab ends with the first of its buckets",
+        "passes/slab.py",
+        "left = [tensor for tensor in tensors if not placed.isdisjoint(storages.of[tensor])]",
+        "left = []",
+        "tests/passes/test_slab.py::test_what_leaves_the_graph_is_allocated",
+    ),
+    Fault(
+        "micro-steps that run alike have places of their own",
+        "passes/slab.py",
+        "same.add_edges_from(zip(of(earlier), of(later), strict=True))",
+        "pass",
+        "tests/passes/test_slab.py::test_micro_steps_that_stand_for_several_are_laid_out_alike",
+    ),
+    Fault(
+        "a slab is as large as what is in it at its fullest",
+        "passes/slab.py",
+        "placed = pack(items, peak - _most_beside(items, held_bytes))",
+        "placed = pack(items, 1 << 40)",
+        "tests/passes/test_slab.py::test_a_slab_does_not_lift_the_peak",
+    ),
+    Fault(
+        "means are summed where other ranks' rows have their places",
+        "fxzero/runtime/collectives.py",
+        "kept = 1 if rank == 0 else 0  # see `join_exchange`",
+        "kept = 0",
+        "tests/parity/test_slab.py::test_results_are_where_they_shall_be",
+    ),
+    Fault(
         "a bucket's record has the bytes of its first tensor",
         "fxzero/transfer.py",
         "full_bytes=sum(transfer.full_bytes for transfer in every),",
