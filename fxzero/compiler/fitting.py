@@ -25,7 +25,7 @@ from torch import fx
 from fxzero._compat import is_symbolic
 from fxzero.compiler.largest_parts import has_smaller_parts, largest_shape, take_largest_parts
 from fxzero.compiler.level_search import Search, Trial
-from fxzero.compiler.memory_budget import MemoryBudget, mebibytes, too_small
+from fxzero.compiler.memory_budget import MemoryBudget, size_text, too_small
 from fxzero.compiler.run import PassRecord
 from fxzero.cost.library_workspace import measure
 from fxzero.cost.settings import device_of
@@ -151,7 +151,7 @@ class Fitting:
     def _begin(self) -> None:
         if self.start is not None:
             return
-        log.info("memory_budget=%s: %s a rank", self.budget.text, mebibytes(self.budget_bytes))
+        log.info("memory_budget=%s: %s a rank", self.budget.text, size_text(self.budget_bytes))
         self._warn_of_sizes()
         self._run_first()
 

@@ -102,16 +102,18 @@ def too_small(
     rather = f", or do without what is given: {given}" if given else ""
     parts = sorted(least.by_kind().items(), key=lambda item: -item[1])
     parts += [("gradients of an earlier backward", standing_bytes)]
-    made_of = ", ".join(f"{kind.replace('_', ' ')} {mebibytes(b)}" for kind, b in parts if b)
+    made_of = ", ".join(f"{kind.replace('_', ' ')} {size_text(b)}" for kind, b in parts if b)
     return TooSmallError(
-        f"memory_budget={budget.text!r} ({mebibytes(budget_bytes)}) is less than this {what} can "
-        f"do with: {mebibytes(least_bytes)} ({least_bytes} bytes) is the least that was "
+        f"memory_budget={budget.text!r} ({size_text(budget_bytes)}) is less than this {what} can "
+        f"do with: {size_text(least_bytes)} ({least_bytes} bytes) is the least that was "
         f"found, at {least.peak_node}: {made_of}. Allow that much, or take smaller batches, "
         f"more micro_batches or a higher ZeRO stage{rather}.{others}",
         least_bytes,
     )
 
 
-def mebibytes(count: int) -> str:
+def size_text(count: int) -> str:
     """A number of bytes for a person."""
+    if count < 1 << 20:
+        return f"{count / (1 << 10):,.1f} KiB"
     return f"{count / (1 << 20):,.1f} MiB"

@@ -70,6 +70,13 @@ class DiskSettings:
             )
         if "" in self.paths:
             raise ConfigError("disk.paths has an empty path: name folders, or leave it out")
+        folders = [os.path.realpath(folder) for folder in self.folders]
+        twice = next((folder for folder in folders if folders.count(folder) > 1), None)
+        if twice is not None:
+            raise ConfigError(
+                f"disk.paths={list(self.paths)} names {twice} twice: what is on disk is striped "
+                "over folders on disks of their own. Name each once."
+            )
 
     @property
     def folders(self) -> tuple[Path, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fxzero import Config
-from fxzero.compiler.memory_budget import MemoryBudget
+from fxzero.compiler.memory_budget import MemoryBudget, size_text
 from fxzero.cost import device_memory
 from fxzero.cost.settings import CostSettings
 from fxzero.errors import ConfigError
@@ -39,6 +39,11 @@ def test_shares_of_a_device() -> None:
         budget = MemoryBudget.parse(text)
         assert budget is not None
         assert budget.bytes_of(lambda: 1000) == expected
+
+
+def test_sizes_are_shown_in_units_that_tell_something() -> None:
+    assert size_text(13_721) == "13.4 KiB"
+    assert size_text(3 << 30) == "3,072.0 MiB"
 
 
 def test_no_budget() -> None:

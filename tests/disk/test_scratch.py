@@ -156,6 +156,10 @@ def test_the_end_of_a_file(tmp_path: Path) -> None:
         ({"chunk_bytes": 0}, "disk.chunk_bytes=0 must be a multiple of 4096"),
         ({"depth": 0}, "disk.depth=0 must be positive"),
         ({"paths": ("",)}, "disk.paths has an empty path"),
+        (
+            {"paths": ("/tmp/a", "/tmp/b/../a")},
+            "disk.paths=['/tmp/a', '/tmp/b/../a'] names /tmp/a twice",
+        ),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
