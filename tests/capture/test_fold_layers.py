@@ -24,6 +24,7 @@ from fxzero.graph.stamps import stamp_of
 from fxzero.inspect.capture import fake_ranks
 from fxzero.passes import StampNodes
 from fxzero.passes.base import Context
+from tests.tiers import exhaustive
 from tests.tracing import observed
 
 WIDTH = 8
@@ -222,7 +223,11 @@ KINDS = [(Stack, 1), (TwoKinds, 2), (Skips, 1), (Tied, 1), (Repeated, 1), (Partl
 @pytest.mark.parametrize(
     ("build", "kinds", "lowering"),
     # What was folded is a graph like others to Inductor: it sees two of these.
-    [*((*each, "eager") for each in KINDS), (TwoKinds, 2, "inductor"), (Tied, 1, "inductor")],
+    [
+        *((*each, "eager") for each in KINDS),
+        (Tied, 1, "inductor"),
+        *exhaustive((TwoKinds, 2, "inductor")),
+    ],
 )
 def test_equal_layers_are_traced_once(
     build: Callable[[], nn.Module], kinds: int, lowering: str, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ from fxzero.cli.app import app
 from fxzero.errors import ConfigError
 from fxzero.inspect.pipeline import MicroStep, PipelineReport, as_pipeline, micro_step_of, table_of
 from fxzero.schedule.pipeline_tables import TABLES
+from tests.tiers import exhaustive
 
 OPTIONS = {"lower_regions": {"backend": "eager"}, "cost": {"cluster": "dgx_h100"}}
 """Links that are fast enough for pipelines of small models."""
@@ -86,7 +87,7 @@ def report(
     return as_pipeline(micro_step(build, world_size), table)
 
 
-@pytest.mark.parametrize("build", [gpt, unet, t5])
+@pytest.mark.parametrize("build", [gpt, unet, *exhaustive(t5)])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_parameter_is_in_a_stage(build: Callable[[], Any], num_ranks: int) -> None:
     """Once, but for those that several read, whose names are told."""

@@ -319,9 +319,8 @@ def count_graphs(zero: int, which: str) -> int:
 @pytest.mark.parametrize(
     ("world", "zero", "which"),
     [
-        (1, 0, "sequence"),
         (2, 3, "batch"),
-        *exhaustive((1, 0, "batch"), (1, 3, "sequence"), (2, 0, "sequence")),
+        *exhaustive((1, 0, "sequence"), (1, 0, "batch"), (1, 3, "sequence"), (2, 0, "sequence")),
     ],
 )
 def test_ten_sizes_are_two_graphs_at_most(ranks: Pools, world: int, zero: int, which: str) -> None:

@@ -266,9 +266,8 @@ def test_two_ranks(
 @pytest.mark.parametrize(
     ("zero", "memory"),
     [
-        (0, "all_host"),
         (3, "infinity"),
-        *exhaustive((3, "states_host"), (3, "states_host, device")),
+        *exhaustive((0, "all_host"), (3, "states_host"), (3, "states_host, device")),
     ],
 )
 def test_default_settings(ranks: Pools, zero: int, memory: str) -> None:

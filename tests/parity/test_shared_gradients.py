@@ -19,6 +19,7 @@ from tests.parity.training import (
     rows_of_rank,
     train,
 )
+from tests.tiers import in_two_tiers
 
 
 class SumOfTwo(nn.Module):
@@ -72,7 +73,10 @@ EXAMPLES = {
 
 @pytest.mark.parametrize(
     ("example", "zero", "door"),
-    pairwise(tuple(EXAMPLES), (0, 1, 2, 3), ("loop", "step"), always=[("SumOfTwo", 0, "loop")]),
+    in_two_tiers(
+        pairwise(tuple(EXAMPLES), (0, 1, 2, 3), ("loop", "step"), always=[("SumOfTwo", 0, "loop")]),
+        cost=lambda case: 2.0 if case[0] == "Recurrence" else 1.0,
+    ),
 )
 def test_each_gradient_is_reduced_once(ranks: Pools, example: str, zero: int, door: str) -> None:
     """By default settings, against eager training on the whole batch."""

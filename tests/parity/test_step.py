@@ -270,8 +270,7 @@ def test_float32(ranks: Pools, zero: int, micro_batches: int) -> None:
     ("example", "zero", "micro_batches"),
     [
         *(("mlp", zero, 1) for zero in (0, 1, 2, 3)),
-        ("gpt", 3, 4),
-        *exhaustive(("gpt", 1, 4), ("gpt", 3, 1)),
+        *exhaustive(("gpt", 3, 4), ("gpt", 1, 4), ("gpt", 3, 1)),
     ],
 )
 def test_inductor(ranks: Pools, example: str, zero: int, micro_batches: int) -> None:

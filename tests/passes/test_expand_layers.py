@@ -27,6 +27,7 @@ from fxzero.graph.stamps import stamp_of
 from fxzero.inspect.capture import capture, fake_ranks
 from fxzero.passes import Recompute
 from fxzero.passes.repeat_values import Repetitions
+from tests.tiers import exhaustive
 from tests.tracing import chain, observed, run, texts, trace, up_to
 
 DEPTH = 9
@@ -234,26 +235,28 @@ def compiled(build: Callable[[], nn.Module], **arguments: Any) -> tuple[list[Any
     ("build", "arguments", "layers"),
     [
         (Deep, {}, 4),
-        (Deep, {"zero": 0}, 4),
-        (Deep, {"zero": 1, "step": True, "micro_batches": 3}, 4),
         (Deep, {"zero": 2, "step": True, "micro_batches": 3}, 4),
-        (Deep, {"zero": 3, "step": True, "micro_batches": 7, "batch_size": 14}, 4),
-        (Deep, {"training": False}, 4),
-        (Deep, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, 4),
-        (Deep, {"options": {"lower_regions": {"backend": "eager"}}}, 4),
-        (Deep, {"options": {"recompute": {"max_nodes": 0}}, "step": True}, 4),
-        (lambda: Deep(PostNorm), {}, 4),
-        (lambda: Deep(PostNorm), {"zero": 1}, 4),
         (lambda: Deep(Dropped), {"step": True}, 4),
         (lambda: Deep(Masked), {"zero": 2}, 4),
-        (lambda: Deep(Own), {}, 4),
-        (lambda: Deep(Elementwise, 14), {}, 9),
-        (odd, {}, 4),
         (odd, {"zero": 1, "rank": 7}, 4),
-        (TwoStacks, {"step": True}, 3 + 4 + 5),
         (Wrapped, {}, 4),
         (lambda: Deep(depth=7), {}, 2),
         (lambda: Deep(depth=6), {}, 0),
+        *exhaustive(
+            (Deep, {"zero": 0}, 4),
+            (Deep, {"zero": 1, "step": True, "micro_batches": 3}, 4),
+            (Deep, {"zero": 3, "step": True, "micro_batches": 7, "batch_size": 14}, 4),
+            (Deep, {"training": False}, 4),
+            (Deep, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, 4),
+            (Deep, {"options": {"lower_regions": {"backend": "eager"}}}, 4),
+            (Deep, {"options": {"recompute": {"max_nodes": 0}}, "step": True}, 4),
+            (lambda: Deep(PostNorm), {}, 4),
+            (lambda: Deep(PostNorm), {"zero": 1}, 4),
+            (lambda: Deep(Own), {}, 4),
+            (lambda: Deep(Elementwise, 14), {}, 9),
+            (odd, {}, 4),
+            (TwoStacks, {"step": True}, 3 + 4 + 5),
+        ),
     ],
 )
 def test_the_graph_is_that_of_every_layer(

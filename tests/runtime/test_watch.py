@@ -28,6 +28,7 @@ from fxzero.ranks import lost, watch
 from fxzero.ranks.status import Limits
 from tests.parity.harness import Pools, RanksFailedError
 from tests.parity.sharded import compile_eagerly
+from tests.tiers import exhaustive
 
 SOON = Limits(warn=1.0, look=0.3, deadlock=1.0, stopped=2.0, probe=3.0, beat=0.2, sample=0.1)
 HERE = "test_watch.py"
@@ -191,7 +192,7 @@ def suspend() -> None:
     raise AssertionError(f"as expected: {found}")
 
 
-@on_two_and_three
+@pytest.mark.parametrize("world", [2, *exhaustive(3)])
 def test_a_rank_that_is_stopped(ranks: Pools, world: int) -> None:
     """Every living rank says so."""
     with pytest.raises(RanksFailedError) as caught:
