@@ -6,11 +6,14 @@
 Which copies there are depends on sizes, layouts, the library's version and the processor, so that a
 formula follows it for some cases only (`fxzero.cost.workspace` has some). A budget that bounds what
 a step holds here has them measured, for what the step calls; `workspace_bytes` answers by that.
+
+Inductor calls operators that the graph does not have: a determinant's factorization, a sort with
+its indices. So a region that it has compiled is run too, and says by itself what it holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -31,6 +34,42 @@ _measured: dict[Any, int] = {}
 """Bytes, by what is called, with what, by how many threads."""
 _BY_DATA = {torch.ops.aten.linalg_matrix_exp}
 """Operators that take more or less by the numbers in their input."""
+
+
+def is_measuring() -> bool:
+    """Whether operators of this process were measured."""
+    return bool(_measured)
+
+
+def measured_region_bytes(run: Callable[[list[Any]], Any], inputs: Sequence[fx.Node]) -> int | None:
+    """The most bytes that a compiled region holds while it runs: results included, inputs not.
+
+    Args:
+        run: what was compiled; it empties the list that it gets.
+        inputs: what it takes, with fake values.
+
+    Returns:
+        None where an input is not on CPU or of a size that is not known, and where the region
+        cannot do with numbers that mean nothing.
+    """
+    values = [node.meta.get("val") for node in inputs]
+    if not all(map(_is_known, values)):
+        return None
+    try:
+        with real_tensors(), torch.no_grad():
+            made = [_made_like(value) for value in values]
+            run([*made])  # the first call may leave something for all that follow
+            _, changes = allocations_on_cpu(lambda: run([*made]))
+    except (RuntimeError, IndexError, ValueError, AssertionError):
+        return None
+    return max(0, max(accumulate(changes), default=0))
+
+
+def _is_known(value: Any) -> bool:
+    """Whether something can be made that is like a fake value."""
+    if isinstance(value, Tensor):
+        return value.device.type == "cpu" and not has_symbolic_shape(value)
+    return not is_symbolic(value)
 
 
 def measured_bytes(node: fx.Node) -> int | None:

@@ -18,11 +18,11 @@ from torch import Tensor, fx
 
 from fxzero._compat import OpOverload, held_bytes, hint
 from fxzero.cost.analytic import flops_of, hinted_value
-from fxzero.cost.library_workspace import measured_bytes
+from fxzero.cost.library_workspace import is_measuring, measured_bytes, measured_region_bytes
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import tensor_bytes
 from fxzero.graph.pieces import Piece
-from fxzero.regions.region import CACHE
+from fxzero.regions.region import CACHE, Structure
 from fxzero.runtime.random import STATE_BYTES
 
 _formulas: dict[Any, Callable[..., int]] = {}
@@ -311,12 +311,7 @@ def piece_bytes(piece: Piece) -> int:
     there is any what `region_bytes` does."""
     known = CACHE.structures.get(piece.key)
     if known is not None and "compiled_bytes" not in piece.facts:
-        own: dict[str, int] = defaultdict(int)
-        for node in piece.nodes:
-            if num_bytes := workspace_bytes(node):
-                name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
-                own[name] = max(own[name], num_bytes)
-        piece.facts["compiled_bytes"] = held_bytes(known.run, own)
+        piece.facts["compiled_bytes"] = _compiled_bytes(known, piece)
     compiled: int | None = piece.facts.get("compiled_bytes")
     if compiled is not None:
         return compiled
@@ -324,6 +319,20 @@ def piece_bytes(piece: Piece) -> int:
         piece.facts["held_bytes"] = region_bytes(piece.nodes)
     estimated: int = piece.facts["held_bytes"]
     return estimated
+
+
+def _compiled_bytes(known: Structure, piece: Piece) -> int | None:
+    """What a compiled region was seen to hold where that is measured, else what its code says."""
+    if known.measured_bytes is None and CACHE.compiles and is_measuring():
+        known.measured_bytes = measured_region_bytes(known.run, piece.inputs)
+    if known.measured_bytes is not None:
+        return known.measured_bytes
+    own: dict[str, int] = defaultdict(int)
+    for node in piece.nodes:
+        if num_bytes := workspace_bytes(node):
+            name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
+            own[name] = max(own[name], num_bytes)
+    return held_bytes(known.run, own)
 
 
 def region_bytes(run: Sequence[fx.Node]) -> int:

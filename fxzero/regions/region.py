@@ -46,6 +46,8 @@ class Structure:
     """What the key's identities belong to, so that they stay unique."""
     copied: frozenset[int] | None = None
     """Outputs to copy; None before the first call."""
+    measured_bytes: int | None = None
+    """The most that it holds while it runs, its inputs aside; None if nobody has measured it."""
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         if self.copied is None:
