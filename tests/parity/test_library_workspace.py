@@ -162,8 +162,11 @@ def test_a_region_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return asked[-1]
 
     monkeypatch.setattr("fxzero.cost.workspace.measured_region_bytes", counted)
-    layers = nn.Linear(64, 61), nn.Sigmoid(), nn.Linear(61, 61)
-    model = lambda: (Ends(*layers), [torch.randn(33, 64)])  # noqa: E731
+
+    def model() -> tuple[Ends, list[Tensor]]:
+        layers = nn.Linear(64, 61), nn.Sigmoid(), nn.Linear(61, 61)
+        return Ends(*layers), [torch.randn(33, 64)]
+
     monkeypatch.setitem(budgets.SPECIAL, "asked", model)
     free = train("asked", "step", "none", regions="inductor")
     assert asked == []
