@@ -137,7 +137,7 @@ def _readers(memory: fx.Node) -> Iterator[tuple[fx.Node, Launches]]:
     holds: dict[fx.Node, list[Launches]] = {}
     """By node, one by one, the launches in whose places its tensors lie."""
     sent: dict[fx.Node, Launches] = {}
-    """By wait, those in whose places lies what is on its way till then."""
+    """By node, those in whose places lies what is on its way till then."""
     node: fx.Node | None = min(memory.users, default=None)
     while node is not None and node.op != "root":
         read = _NONE.union(*(part for n in node.all_input_nodes for part in holds.get(n, ())))
@@ -148,8 +148,8 @@ def _readers(memory: fx.Node) -> Iterator[tuple[fx.Node, Launches]]:
         elif read:
             holds[node] = list(_handed_on(node, holds))
         if read and node.op != "output" and stamp_of(node).role is Role.LAUNCH:
-            waits = [user for user in node.users if stamp_of(user).role is Role.WAIT]
-            sent.update(dict.fromkeys(waits, read))
+            ends = (Role.WAIT, Role.RELEASE)  # a copy to the host has landed, whoever waits for it
+            sent.update({user: read for user in node.users if stamp_of(user).role in ends})
         read |= sent.get(node, _NONE)
         if read:
             yield node, read

@@ -68,6 +68,15 @@ def test_whole_steps(
     ranks(world).run(same_step, micro_batches, {"zero": zero, "options": options, **settings})
 
 
+@pytest.mark.parametrize("memory", ["states_host", "all_host", "l2l", "infinity"])
+@pytest.mark.parametrize("world", [2])
+def test_copies_to_the_host_are_done_when_a_place_is_given_again(
+    world: int, memory: str, ranks: Pools
+) -> None:
+    options = {"memory": memory, "lower_regions": {"backend": "eager"}}
+    ranks(world).run(same_step, 2, {"zero": 3, "options": options})
+
+
 @pytest.mark.parametrize("world", [4])
 def test_replicas(world: int, ranks: Pools) -> None:
     """The sums over replicas are taken in the places of what was received."""
