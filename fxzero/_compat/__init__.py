@@ -160,6 +160,7 @@ from fxzero._compat.process_groups import (
     private_store,
     resolve_process_group,
 )
+from fxzero._compat.rehearsal import rehearse
 
 __all__ = [
     "OpOverload",
@@ -259,6 +260,7 @@ __all__ = [
     "recompile_limit",
     "recompile_limit_error",
     "register_entry_point",
+    "rehearse",
     "reset_dynamo",
     "resolve_process_group",
     "return_free_memory",

@@ -28,9 +28,10 @@ from fxzero.compiler.level_search import Search, Trial
 from fxzero.compiler.memory_budget import MemoryBudget, size_text, too_small
 from fxzero.compiler.run import PassRecord
 from fxzero.cost.library_workspace import measure
+from fxzero.cost.own_step import memory_of_own_step
 from fxzero.cost.settings import device_of
 from fxzero.errors import ConfigError
-from fxzero.graph import StepGraph
+from fxzero.graph import Role, StepGraph
 from fxzero.graph.operators import num_bytes
 from fxzero.passes.base import Fact, Level, Room
 from fxzero.passes.decisions import Decisions
@@ -40,6 +41,7 @@ from fxzero.passes.prefetch import Order
 from fxzero.passes.recompute import Recompute
 from fxzero.passes.repeat_values import Repetitions
 from fxzero.regions.region import CACHE
+from fxzero.runtime.updates import OwnStep
 from fxzero.schedule.agreement import agree, agreed
 from fxzero.schedule.keep import keepable
 from fxzero.schedule.repetition_levels import Levels
@@ -132,6 +134,7 @@ class Fitting:
             if agree(self.graph.identity, questions[0], decided) == decided:
                 break
         self._become(trial)
+        self._warn_of_own_step()
         # Of all ranks the first one's peak is within the budget; this one's batch may be another.
         return max(self.budget_bytes, trial.memory.peak_bytes)
 
@@ -171,6 +174,17 @@ class Fitting:
                 "was fitted to the size that it was compiled for: a larger batch takes more. "
                 "Compile with dynamic=False for a graph, and a budget, of each size."
             )
+
+    def _warn_of_own_step(self) -> None:
+        """Say it where an optimizer's own step may hold more than anybody knows."""
+        for update in self.graph.nodes(role=Role.UPDATE):
+            if isinstance(update.target, OwnStep) and memory_of_own_step(update) is None:
+                self.context.warnings.append(
+                    f"memory_budget={self.budget.text!r} leaves out what {update.target} holds, "
+                    "its state and what it makes meanwhile: it does not run on tensors without "
+                    "values, on which that would be found out. Allow as much less."
+                )
+        self.compilation.warn()
 
     def _run_first(self) -> None:
         """Run what looks at no level, once. Layers of a class may be treated differently later,

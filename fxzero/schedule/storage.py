@@ -10,6 +10,7 @@ What counts besides the values of nodes:
                  then
     region       its temporaries while it runs: buffers that fusion leaves in memory
     operator     what it says that it allocates: see `fxzero.cost.workspace`
+    own step     of an optimizer without a fused kernel: its state, and what it makes meanwhile
     inputs       parameters, optimizer state and the batch live throughout
 
 Caching allocators, code and library buffers are not counted.
@@ -28,6 +29,7 @@ from typing import Any
 from torch import fx
 
 from fxzero._compat import OpOverload
+from fxzero.cost.own_step import memory_of_own_step
 from fxzero.cost.workspace import piece_bytes, workspace_bytes
 from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
 from fxzero.graph.aliases import is_view
@@ -42,6 +44,7 @@ from fxzero.runtime import collectives
 from fxzero.runtime.ahead import Take
 from fxzero.runtime.arena import aligned
 from fxzero.runtime.slab import vacate
+from fxzero.runtime.updates import OwnStep
 from fxzero.transfer import Pool, Transfer
 
 
@@ -227,6 +230,8 @@ class _Walk:
             self._launch(node)
         elif stamp is not None and stamp.role is Role.WAIT:
             self._wait(node)
+        elif isinstance(node.target, OwnStep):
+            self._own_step(node)
         elif isinstance(node.target, Region):
             self._region(node)
         elif node.target is operator.getitem:
@@ -304,6 +309,15 @@ class _Walk:
         self.storage[node] = [s for group in by_root.values() for s in group]
         held = node.meta.get("fxzero_region_bytes", 0)
         self.found.temporary[node] = max(held - made, 0)
+
+    def _own_step(self, node: fx.Node) -> None:
+        """An optimizer's own step, whose state is no input of the graph."""
+        self.storage[node] = []
+        memory = memory_of_own_step(node)
+        if memory is not None:
+            state = self._make(node, memory.state_bytes, Kind.OPTIMIZER_STATE, None)
+            state.stays = True
+            self.found.temporary[node] = memory.workspace_bytes
 
     def _part(self, node: fx.Node) -> None:
         source, position = node.args

@@ -6,6 +6,13 @@ from tests.mutants.fault import Fault
 
 FAULTS = (
     Fault(
+        "a budget leaves out the state of an optimizer that runs its own step",
+        "fxzero/schedule/storage.py",
+        "state = self._make(node, memory.state_bytes, Kind.OPTIMIZER_STATE, None)",
+        "state = self._make(node, 0, Kind.OPTIMIZER_STATE, None)",
+        "tests/cost/test_own_step.py::test_a_budget_bounds_it",
+    ),
+    Fault(
         "an activation is released although a view of it is read later",
         "passes/release_saved.py",
         "if user not in seen and root(user) is owner:",

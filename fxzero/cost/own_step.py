@@ -1,0 +1,107 @@
+"""What an optimizer that runs its own ``step()`` holds: its state, and what it needs meanwhile.
+
+    RMSprop(momentum=0.9, centered=True)    three tensors of state a parameter
+    RAdam(foreach=True)                     copies of all gradients at once
+
+No graph says it, and the state is made in the first step. So two steps of a copy of the optimizer
+are run on tensors without values, and what they make is counted.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+
+from fxzero._compat import pytree, rehearse
+from fxzero.runtime.optimizers import is_patched
+from fxzero.runtime.updates import OwnStep
+
+LATE = 1000.0
+"""What a step's number is taken for: RAdam does more from its sixth step on."""
+
+
+@dataclass(frozen=True)
+class OwnStepMemory:
+    """Bytes of an optimizer's own step."""
+
+    state_bytes: int
+    """What it keeps from step to step."""
+    workspace_bytes: int
+    """What it makes beside while it runs."""
+
+
+_known: WeakKeyDictionary[Optimizer, dict[Any, OwnStepMemory | None]] = WeakKeyDictionary()
+
+
+def memory_of_own_step(update: fx.Node) -> OwnStepMemory | None:
+    """What a node holds that runs an optimizer's own step; None if that cannot be found out."""
+    step: Any = update.target
+    assert isinstance(step, OwnStep)
+    params: Any = update.args[0]
+    values: list[Tensor] = [node.meta["val"] for node in params]
+    known = _known.setdefault(step.optimizer, {})
+    layouts = tuple((tuple(v.shape), v.stride(), v.dtype, v.device) for v in values)
+    key = layouts, repr([_settings(group) for group in step.optimizer.param_groups])
+    if key not in known:
+        known[key] = _rehearsed(step, values)
+    return known[key]
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What says how a group is updated, learning rates and other numbers aside."""
+    return {name: value for name, value in group.items() if isinstance(value, (bool, type(None)))}
+
+
+def _rehearsed(step: OwnStep, values: Sequence[Tensor]) -> OwnStepMemory | None:
+    if is_patched(step.optimizer):
+        return None  # what runs is somebody's own function
+    state_bytes = 0
+
+    def make() -> Any:
+        optimizer = _stand_in(step, values)
+
+        def twice() -> None:
+            nonlocal state_bytes
+            optimizer.step()
+            optimizer.step()
+            tensors = [t for t in pytree.tree_iter(dict(optimizer.state)) if isinstance(t, Tensor)]
+            storages = {id(t.untyped_storage()): t.untyped_storage() for t in tensors}
+            state_bytes = sum(storage.nbytes() for storage in storages.values())
+
+        return twice
+
+    try:
+        most_bytes = rehearse(make, LATE)
+    except Exception:
+        return None
+    return OwnStepMemory(state_bytes, max(most_bytes - state_bytes, 0))
+
+
+def _stand_in(step: OwnStep, values: Sequence[Tensor]) -> Optimizer:
+    """A copy of an optimizer at its first step, for parameters without values, that nobody
+    watches."""
+    of_parameter: dict[int, nn.Parameter] = {}
+    for parameter, value in zip(step.parameters, values, strict=True):
+        like = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
+        made = of_parameter[id(parameter)] = nn.Parameter(like)
+        made.grad = torch.empty_like(like)
+    optimizer: Optimizer = object.__new__(type(step.optimizer))
+    vars(optimizer).update(vars(step.optimizer))
+    vars(optimizer).pop("step", None)  # a scheduler's, which counts
+    optimizer.state = defaultdict(dict)
+    optimizer.param_groups = [
+        {**group, "params": [of_parameter[id(p)] for p in group["params"] if id(p) in of_parameter]}
+        for group in step.optimizer.param_groups
+    ]
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(optimizer, hooks, OrderedDict())
+    return optimizer
