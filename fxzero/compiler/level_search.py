@@ -30,6 +30,8 @@ UNSURE = 0.1
 """Of a step's time: by how much more may be foretold than is simulated."""
 FEW = 1000
 """Values of a forward: as few are scheduled so fast that more is tried."""
+IN_A_ROW = 3
+"""Longer and longer segments, each of which holds more than the one before."""
 SPENDS = 5
 """Most tries to spend what is left."""
 GRAINS = 64
@@ -156,11 +158,19 @@ class Search(Generic[T]):
         return fewer_us > least * best.step_us
 
     def _any(self, levels: Levels) -> Trial[T] | None:
-        """A level of longer segments that fits, where nothing else does: all of them are tried, in
-        the room that holds least, as none of them says what the next one holds."""
-        room = self.least.room
-        trials = (self.take(number, room) for number in range(levels.last + 1, levels.by_hand))
-        return next((trial for trial in trials if self._fits(trial)), None)
+        """A level of longer segments that fits, where nothing else does, in the room that holds
+        least. None of them says for sure what the next one holds, so that all of them are tried;
+        where a try is dear, until some in a row have held more and more."""
+        room, worse, before_bytes = self.least.room, 0, 0
+        for number in range(levels.last + 1, levels.by_hand):
+            trial = self.take(number, room)
+            if self._fits(trial):
+                return trial
+            worse = worse + 1 if trial.peak_bytes > before_bytes else 0
+            before_bytes = trial.peak_bytes
+            if worse > IN_A_ROW and len(levels.values) > FEW:
+                break
+        return None
 
     def _spend(self, best: Trial[T], levels: Levels) -> Trial[T]:
         """The same with more kept, as far as the bound allows, while that is worth a try: what a
@@ -266,7 +276,7 @@ class Search(Generic[T]):
                 return trial
             if trial.peak_bytes > before.peak_bytes:
                 break
-        return self._lowest(top.level, levels.main, top.room)
+        return self._lowest(top, self.take(levels.main, top.room))
 
     def _between(self, low: Trial[T], high: Trial[T], levels: Levels) -> Trial[T]:
         """The first level that fits between one that does not and one that does."""
@@ -296,19 +306,38 @@ class Search(Generic[T]):
         between = range(first, last)
         return first + bisect_left(between, -kept_bytes, key=lambda k: -levels.kept_bytes(k))
 
-    def _lowest(self, left: int, right: int, room: Room) -> Trial[T] | None:
-        """A level that fits among some, looked for where the least is held."""
-        while right - left > 2:
-            a, b = left + (right - left) // 3, right - (right - left) // 3
-            first, second = (self.take(number, room) for number in (a, b))
+    def _lowest(self, left: Trial[T], right: Trial[T]) -> Trial[T] | None:
+        """A level that fits between two, looked for where the least is held."""
+        while right.level - left.level > 2:
+            third = (right.level - left.level) // 3
+            first, second = (
+                self.take(number, left.room) for number in (left.level + third, right.level - third)
+            )
             for trial in (first, second):
                 if self._fits(trial):
                     return trial
+            if not self._may_be_between(left, first, second, right):
+                break
             if first.peak_bytes <= second.peak_bytes:
-                right = b
+                right = second
             else:
-                left = a
+                left = first
         return None
+
+    def _may_be_between(
+        self, left: Trial[T], first: Trial[T], second: Trial[T], right: Trial[T]
+    ) -> bool:
+        """Whether something between four trials, a third of the way from each to the next, may fit.
+
+        The search for the least looks for one valley. Were it convex, what lies between two of them
+        would be above the lines through their neighbours; twice that far down is looked.
+        """
+        down = max(left.peak_bytes - first.peak_bytes, 0)
+        up = max(right.peak_bytes - second.peak_bytes, 0)
+        slope = abs(first.peak_bytes - second.peak_bytes)
+        drop = max(min(down, up), slope)
+        least = min(first.peak_bytes, second.peak_bytes)
+        return least - 2 * drop <= self._budget_bytes
 
     def _fits(self, trial: Trial[T]) -> bool:
         return trial.peak_bytes <= self._budget_bytes

@@ -525,5 +525,5 @@ def _broadcast_buffers(model: nn.Module, mesh: DeviceMesh | None) -> None:
                 buffer = module._buffers[name] = buffer.to(mesh.device_type)
             values = buffer.detach().contiguous()
             torch.distributed.broadcast(values, src=0)
-            if values.data_ptr() != buffer.data_ptr():
+            if not buffer.is_contiguous():
                 buffer.copy_(values)

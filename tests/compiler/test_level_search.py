@@ -124,6 +124,31 @@ def test_a_curve_that_rises_again() -> None:
     assert peaks[trial.level] <= 550
 
 
+def test_valleys_are_found() -> None:
+    """Of any place and depth, where a level fits: also in the middle, and close to an end."""
+    rng = random.Random(1)
+    for _ in range(300):
+        count = rng.randint(20, 900)
+        kept = list(range(10 * count, 0, -10))
+        lowest = rng.randint(2, count - 3)
+        down, up = rng.uniform(1, 20), rng.uniform(1, 20)
+        peaks = [10_000 + int(max(down * (lowest - i), up * (i - lowest))) for i in range(count)]
+        budget = peaks[lowest] + int(3 * max(down, up))
+        trial, _ = search(peaks, kept, budget, rooms=frozenset({Room.USUAL}))
+        assert trial is not None
+        assert peaks[trial.level] <= budget
+
+
+def test_what_cannot_fit_is_told_soon() -> None:
+    """On a plain far above the budget nobody looks for a valley, nor behind longer segments that
+    hold more and more."""
+    kept = list(range(9000, 0, -10))
+    peaks = [125_000, *(122_000 + i % 3 for i in range(889)), *range(122_100, 123_100, 100)]
+    trial, tries = search(peaks, kept, 107_000, longer=10, rooms=frozenset({Room.USUAL}))
+    assert trial is None
+    assert tries <= 10
+
+
 def test_longer_segments() -> None:
     """Tried one after another, as long as less is held; what is before is looked at then."""
     kept = [100, 90, 80, 70, 60, 50, 40]
