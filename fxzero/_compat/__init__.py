@@ -146,6 +146,7 @@ from fxzero._compat.optimizers import (
     init_optimizer_state,
     is_scheduler_counter,
     mark_stepped,
+    step_without_hooks,
     take_foreach_of,
     unscale_function,
 )
@@ -272,6 +273,7 @@ __all__ = [
     "set_side",
     "shares_memory",
     "squeeze",
+    "step_without_hooks",
     "storage_identity",
     "take_foreach_of",
     "trace_function",

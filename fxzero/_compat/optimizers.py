@@ -55,6 +55,12 @@ def call_before_steps(hook: Callable[..., None]) -> None:
         register_optimizer_step_pre_hook(hook)
 
 
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Run an optimizer's step as its class has it, below hooks, its own and everybody's."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether some user wants to be called before or after ``optimizer.step()``."""
     from torch.optim import optimizer as module

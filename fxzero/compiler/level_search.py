@@ -74,6 +74,7 @@ class Search(Generic[T]):
         budget_bytes: the bound.
         rooms: what transfers may be given.
         usual: the one of them to begin with.
+        fuses: whether what is computed again may take less time than to write and to read it.
     """
 
     def __init__(
@@ -82,11 +83,14 @@ class Search(Generic[T]):
         budget_bytes: int,
         rooms: frozenset[Room] = frozenset(Room),
         usual: Room = Room.USUAL,
+        *,
+        fuses: bool = False,
     ) -> None:
         self._attempt = attempt
         self._budget_bytes = budget_bytes
         self._rooms = rooms
         self._usual = usual
+        self._fuses = fuses
         self.trials: list[Trial[T]] = []
 
     @property
@@ -120,17 +124,20 @@ class Search(Generic[T]):
             found = self._first(there, levels(), at_once=best is not None)
             best = _faster(best, found)
         known = levels()
-        if known is None or (best is not None and best.level == 0):
+        if known is None:
             return best
+        if best is not None and best.level == 0:
+            return self._frugal(best, known)
         fitting = [] if best is None else [best]
         fitting += self._by_hand(best, top, known)
         if not fitting and (last := self._any(known)) is not None:
             fitting = [last]
-        return min(
-            (self._spend(trial, known) for trial in fitting),
-            key=lambda trial: trial.step_us,
-            default=None,
+        if not fitting:
+            return None
+        best = min(
+            (self._spend(trial, known) for trial in fitting), key=lambda trial: trial.step_us
         )
+        return self._frugal(best, known)
 
     def _by_hand(self, best: Trial[T] | None, top: Trial[T], levels: Levels) -> list[Trial[T]]:
         """What fits of what somebody could choose by hand: that is tried where nothing else was
@@ -199,6 +206,19 @@ class Search(Generic[T]):
                 best = _faster(best, trial) or best
             else:
                 high_bytes = spare_bytes
+        return best
+
+    def _frugal(self, best: Trial[T], levels: Levels) -> Trial[T]:
+        """The same or a level that repeats more and is faster nevertheless, as compiled regions may
+        be: farther and farther behind it, where tries are cheap."""
+        if not self._fuses or len(levels.values) > FEW:
+            return best
+        first, distance = best.level, 1
+        while first + distance < levels.by_hand:
+            trial = self.take(first + distance, best.room)
+            if self._fits(trial):
+                best = _faster(best, trial) or best
+            distance *= 2
         return best
 
     def _may_save(self, best: Trial[T], top: Trial[T], levels: Levels | None) -> bool:

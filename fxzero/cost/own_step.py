@@ -9,9 +9,10 @@ are run on tensors without values, and what they make is counted.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from fxzero._compat import pytree, rehearse
+from fxzero._compat import pytree, rehearse, step_without_hooks
 from fxzero.runtime.optimizers import is_patched
 from fxzero.runtime.updates import OwnStep
 
@@ -60,8 +61,8 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rehearsed(step: OwnStep, values: Sequence[Tensor]) -> OwnStepMemory | None:
-    if is_patched(step.optimizer):
-        return None  # what runs is somebody's own function
+    if is_patched(step.optimizer) or not _may_be_copied(step.optimizer):
+        return None  # what runs is somebody's own function, or would write to what is shared
     state_bytes = 0
 
     def make() -> Any:
@@ -69,8 +70,9 @@ def _rehearsed(step: OwnStep, values: Sequence[Tensor]) -> OwnStepMemory | None:
 
         def twice() -> None:
             nonlocal state_bytes
-            optimizer.step()
-            optimizer.step()
+            with torch.no_grad():
+                step_without_hooks(optimizer)
+                step_without_hooks(optimizer)
             tensors = [t for t in pytree.tree_iter(dict(optimizer.state)) if isinstance(t, Tensor)]
             storages = {id(t.untyped_storage()): t.untyped_storage() for t in tensors}
             state_bytes = sum(storage.nbytes() for storage in storages.values())
@@ -82,6 +84,19 @@ def _rehearsed(step: OwnStep, values: Sequence[Tensor]) -> OwnStepMemory | None:
     except Exception:
         return None
     return OwnStepMemory(state_bytes, max(most_bytes - state_bytes, 0))
+
+
+def _may_be_copied(optimizer: Optimizer) -> bool:
+    """Whether all that an optimizer has beside what every optimizer has are plain values: a copy
+    shares the others, tensors and lists and optimizers of its own, and would change them."""
+    plain = (bool, int, float, str, type(None), type, FunctionType, MethodType)
+    others = (
+        value
+        for name, value in vars(optimizer).items()
+        if name not in ("state", "param_groups", "defaults", "step")
+        and not name.startswith("_optimizer_")
+    )
+    return all(isinstance(value, plain) for value in others)
 
 
 def _stand_in(step: OwnStep, values: Sequence[Tensor]) -> Optimizer:
@@ -102,6 +117,4 @@ def _stand_in(step: OwnStep, values: Sequence[Tensor]) -> Optimizer:
         {**group, "params": [of_parameter[id(p)] for p in group["params"] if id(p) in of_parameter]}
         for group in step.optimizer.param_groups
     ]
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(optimizer, hooks, OrderedDict())
     return optimizer

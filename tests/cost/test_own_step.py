@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fxzero
 from fxzero._compat import allocations_on_cpu
@@ -125,10 +126,14 @@ def test_nobody_notices() -> None:
     model = Layers()
     optimizer = KINDS["nadam"](model.parameters())
     optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    everybodys = register_optimizer_step_pre_hook(lambda *_: called.append("before any"))
     LambdaLR(optimizer, lambda i: 1.0)
     before = [*model.parameters()]
     step = own_step.OwnStep(optimizer, before)
-    memory = own_step._rehearsed(step, before)
+    try:
+        memory = own_step._rehearsed(step, before)
+    finally:
+        everybodys.remove()
     assert memory is not None
     assert memory.state_bytes > 2 * sum(p.nbytes for p in before)
     assert called == []
@@ -148,6 +153,19 @@ class Odd(optim.NAdam):
         return super().step(closure)
 
 
+class Keeps(optim.NAdam):
+    """Has a list of its own, which a copy would fill with tensors without values."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.seen: list[Tensor] = []
+
+    def step(self, closure: Any = None) -> Any:
+        """As the other one, and remembers something."""
+        self.seen.append(self.param_groups[0]["params"][0].detach().norm())
+        return super().step(closure)
+
+
 def patched(p: Any) -> Optimizer:
     """With somebody's own function in the place of its step."""
     optimizer = optim.NAdam(p)
@@ -155,7 +173,7 @@ def patched(p: Any) -> Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("kind", [Odd, patched])
+@pytest.mark.parametrize("kind", [Odd, Keeps, patched])
 def test_what_cannot_be_found_out_is_said(kind: Callable[[Any], Optimizer]) -> None:
     options = {**EAGER, "memory_budget": "1GiB"}
     with pytest.warns(FxZeroWarning, match="leaves out what .* holds"):
