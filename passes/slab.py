@@ -225,12 +225,23 @@ def place(graph: StepGraph, chosen: Mapping[Wanted, tuple[int, int]], size: int)
 
 
 def leave(graph: StepGraph, storages: Storages, placed: set[Storage]) -> None:
-    """Let what has a place be left where it would be released."""
+    """Let what has a place be left where it would be released, or freed once it was sent."""
+
+    def has_place(tensor: fx.Node) -> bool:
+        return not placed.isdisjoint(storages.of.get(tensor, ()))
+
+    for launch in graph.nodes(role=Role.LAUNCH):
+        if launch.target is collectives.exchange:
+            sent, size, group, own, *rest = launch.args
+            assert isinstance(sent, (list, tuple))
+            assert isinstance(own, (list, tuple))
+            kept = [flag and not has_place(one) for one, flag in zip(sent, own, strict=True)]
+            set_args(launch, (sent, size, group, kept, *rest))
     for node in graph.nodes(role=Role.RELEASE):
         if node.target is not RELEASE:
             continue
         tensors: Any = node.args[0]
-        left = [tensor for tensor in tensors if not placed.isdisjoint(storages.of[tensor])]
+        left = [tensor for tensor in tensors if has_place(tensor)]
         if not left:
             continue
         stamp = stamp_of(node).but(made_by="slab")

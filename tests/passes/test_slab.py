@@ -9,6 +9,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxzero._compat import set_args
 from fxzero.compiler.config import Config
 from fxzero.compiler.pipelines import loop_passes, step_passes
 from fxzero.graph import Role, StepGraph
@@ -140,6 +141,26 @@ def test_what_leaves_the_graph_is_allocated() -> None:
     assert find(graph, collectives.exchange)
     assert all(slab_of(node) is None for node in find(graph, collectives.exchange))
     assert find(graph, vacate)
+
+
+def test_what_is_sent_from_its_place_is_not_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient may be a gathered weight, which nobody else reads."""
+    monkeypatch.setattr(
+        "fxzero.passes.slab.lay_out", lambda items, held: lay_out(items, [*held, 1 << 30])
+    )
+    graph = step_graph(chain_of(3), world_size=4)
+    with fake_ranks(4):
+        for transfer in graph.transfers():
+            lower_transfer(transfer)
+        launch = find(graph, collectives.exchange)[-1]
+        weights = [
+            part for t in graph.transfers(name="gather") for part in t.parts if part < launch
+        ]
+        set_args(launch, ([weights[-1]], *launch.args[1:3], [True]))
+        Slab().run(graph, Context(fuses=False))
+    assert slab_of(launch) is not None
+    assert launch.args[3] == [False]
+    assert [node.args[3] for node in find(graph, collectives.exchange)[:-1]] == [[True], [True]]
 
 
 def test_nothing_to_place() -> None:
