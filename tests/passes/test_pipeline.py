@@ -66,6 +66,7 @@ def test_every_pass_has_one_place() -> None:
     order = [*SCHEDULING, *LOWERING]
     assert len(set(order)) == len(order)
     more = {"offload_activations": {"share": 1.0}, "tile_linear": {"max_bytes": 1}}
+    more |= {"slab": {"enabled": True}}
     everything = Config.from_options({"memory": "infinity", **more})
     doors = [loop_passes(Config()), step_passes(everything)]
     run = {type(one) for door in doors for one in (*door.scheduling, *door.lowering)}
