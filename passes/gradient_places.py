@@ -15,11 +15,11 @@ import torch
 from torch import fx
 
 from fxzero.graph import Lane, Role, StepGraph
+from fxzero.graph.lanes import aligned
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.passes.updates_on_host import grads_of
-from fxzero.runtime.arena import aligned
 
 IN_FLIGHT = 3
 """Buckets whose gradients are on the host at a time: one is copied there while one is used, and

@@ -28,6 +28,7 @@ from fxzero._compat import copy_node
 from fxzero.errors import ConfigError
 from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
+from fxzero.graph.lanes import aligned
 from fxzero.graph.launch import emit_copy
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import set_stamp, stamp_of
@@ -37,7 +38,6 @@ from fxzero.passes.offload_disk import OffloadDisk, Stored
 from fxzero.passes.updates_on_host import staging_area, value_on_host
 from fxzero.regions.cutout import move_parts_together
 from fxzero.runtime import copies
-from fxzero.runtime.arena import aligned
 from fxzero.schedule.copy_times import Timeline
 from fxzero.schedule.storage import Kind, storages_of
 from fxzero.settings import Share, a_share, at_least, decided

@@ -23,6 +23,7 @@ from torch import fx
 from fxzero.disk.scratch import DiskSettings
 from fxzero.errors import ConfigError
 from fxzero.graph import Lane, Role, StepGraph
+from fxzero.graph.lanes import aligned
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.graph.step_graph import TransferNodes
@@ -36,7 +37,6 @@ from fxzero.passes.gradient_places import (
 )
 from fxzero.passes.parameter_copies import snapshot_bytes
 from fxzero.passes.updates_on_host import homes_of, params_of
-from fxzero.runtime.arena import aligned
 from fxzero.runtime.copies import HostUpdate
 from fxzero.runtime.disk_arena import Bucket, bucket_of, section_bytes
 from fxzero.runtime.disk_buffers import buffers_bytes

@@ -30,6 +30,7 @@ from torch import fx
 
 from fxzero.errors import ConfigError
 from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
+from fxzero.graph.lanes import aligned
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Door, Fact, Notes, Room
@@ -55,7 +56,6 @@ from fxzero.passes.updates_on_host import (
     update_on_host,
     value_on_host,
 )
-from fxzero.runtime.arena import aligned
 from fxzero.runtime.optimizers import fused_on
 from fxzero.settings import Share, a_share, at_least, decided
 from fxzero.sharding.host import HOST

@@ -18,11 +18,11 @@ from torch import fx
 from torch.optim import Optimizer
 
 from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
+from fxzero.graph.lanes import aligned
 from fxzero.graph.launch import emit_copy
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.runtime import copies, updates
-from fxzero.runtime.arena import aligned
 from fxzero.runtime.delayed import LateUpdate, pending_of
 from fxzero.sharding.host import HOST
 from fxzero.transfer import PCIE_DOWN, Pool, Transfer, TransferKind

@@ -35,7 +35,12 @@ from fxzero.graph.streams import is_stream, wrong_streams
 from fxzero.transfer import Pool
 
 ALIGNMENT = 64
-"""Bytes: where places in the host's memory begin, for vector instructions and dtypes alike."""
+"""Bytes: where places in a block of memory begin, for vector instructions and dtypes alike."""
+
+
+def aligned(num_bytes: int) -> int:
+    """So many bytes, rounded up to where the next place may begin."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def wrong_lanes(graph: StepGraph) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from torch import fx
 
 from fxzero.graph.aliases import is_view
 from fxzero.graph.belongings import Finding
-from fxzero.graph.lanes import ALIGNMENT
+from fxzero.graph.lanes import ALIGNMENT, aligned
 from fxzero.graph.operators import num_bytes, tensor_bytes, writes_memory
 from fxzero.graph.stamps import Role, has_stamp, stamp_of
 from fxzero.graph.step_graph import StepGraph, sent_by
@@ -34,13 +34,9 @@ def slab_of(launch: fx.Node) -> fx.Node | None:
     return None
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
 def result_bytes(launch: fx.Node) -> int:
     """Bytes of the places of what a launch brings: full tensors, or mean gradients."""
-    return sum(_aligned(tensor_bytes(value)) for value in launch.meta["val"])
+    return sum(aligned(tensor_bytes(value)) for value in launch.meta["val"])
 
 
 def other_bytes(launch: fx.Node) -> int:

@@ -22,17 +22,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fxzero._compat import shares_memory
-from fxzero.graph.lanes import ALIGNMENT
+from fxzero.graph.lanes import aligned
 from fxzero.runtime.pinned import block
 from fxzero.sharding.host import HOST
 
 Home = tuple[str, str]
 """A parameter's key, and the name of one of its optimizer state's tensors; "" for itself."""
-
-
-def aligned(num_bytes: int) -> int:
-    """So many bytes, rounded up to where the next tensor may begin."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fxzero._compat import launch_all_gather, launch_reduce_scatter
 from fxzero.runtime.slab import Places
 
 
-class InFlight(NamedTuple):
+class Coalesced(NamedTuple):
     """What was started: what it fills, and what to wait for."""
 
     tensors: list[Tensor]
@@ -25,7 +25,7 @@ class InFlight(NamedTuple):
     """Alive until the join."""
 
 
-def gather(parts: list[Tensor], size: int, group: str, memory: Tensor, offset: int) -> InFlight:
+def gather(parts: list[Tensor], size: int, group: str, memory: Tensor, offset: int) -> Coalesced:
     """Start gathering the ranks' parts of some tensors along dim 0.
 
     Args:
@@ -35,12 +35,12 @@ def gather(parts: list[Tensor], size: int, group: str, memory: Tensor, offset: i
     places = Places(memory, offset)
     fulls = [places.take(part, (part.shape[0] * size, *part.shape[1:])) for part in parts]
     sent = [part.contiguous() for part in parts]
-    return InFlight(fulls, launch_all_gather(fulls, sent, group), sent)
+    return Coalesced(fulls, launch_all_gather(fulls, sent, group), sent)
 
 
 def reduce_scatter(
     fulls: list[Tensor], op: str, size: int, group: str, memory: Tensor, offset: int
-) -> InFlight:
+) -> Coalesced:
     """Start reducing full gradients, each rank its rows.
 
     Args:
@@ -51,10 +51,10 @@ def reduce_scatter(
     places = Places(memory, offset)
     rows = [places.take(full, (full.shape[0] // size, *full.shape[1:])) for full in fulls]
     sent = [full.contiguous() for full in fulls]
-    return InFlight(rows, launch_reduce_scatter(rows, sent, op, group), sent)
+    return Coalesced(rows, launch_reduce_scatter(rows, sent, op, group), sent)
 
 
-def join(flight: InFlight) -> list[Tensor]:
+def join(flight: Coalesced) -> list[Tensor]:
     """Let compute wait for what was started."""
     flight.work.wait()
     return flight.tensors

@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 from fxzero._compat import shares_memory, trim_heap
 from fxzero.disk.scratch import BLOCK, DiskSettings
 from fxzero.disk.store import DiskStore, Section, in_blocks
-from fxzero.runtime.arena import Home, Layout, aligned, whole
+from fxzero.graph.lanes import aligned
+from fxzero.runtime.arena import Home, Layout, whole
 from fxzero.runtime.disk_buffers import Buffers
 from fxzero.sharding.host import HOST
 

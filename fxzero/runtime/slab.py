@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from fxzero.runtime.arena import aligned
+from fxzero.graph.lanes import aligned
 
 
 def slab(num_bytes: int, device: torch.device) -> Tensor:

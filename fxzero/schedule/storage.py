@@ -33,6 +33,7 @@ from fxzero.cost.own_step import memory_of_own_step
 from fxzero.cost.workspace import piece_bytes, workspace_bytes
 from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
 from fxzero.graph.aliases import is_view
+from fxzero.graph.lanes import aligned
 from fxzero.graph.operators import num_bytes, tensor_bytes, writes_memory
 from fxzero.graph.slabs import slab_of
 from fxzero.graph.stamps import BESIDE_COMPUTE, stamp_of
@@ -42,7 +43,6 @@ from fxzero.regions.cutout import Cutout, cut_out, end_of_run, is_lowerable, run
 from fxzero.regions.region import Region
 from fxzero.runtime import collectives
 from fxzero.runtime.ahead import Take
-from fxzero.runtime.arena import aligned
 from fxzero.runtime.slab import vacate
 from fxzero.runtime.updates import OwnStep
 from fxzero.transfer import Pool, Transfer

@@ -84,7 +84,7 @@ def test_it_is_what_the_optimizer_allocates(kind: str) -> None:
     memory = found(kind)
     state, most = held_by(optimizer), max(accumulate(changes))
     assert abs(memory.state_bytes - state) <= 1024
-    assert most - 1024 <= memory.workspace_bytes <= 1.3 * most + 1024
+    assert abs(memory.workspace_bytes - most) <= 1024
 
 
 @pytest.mark.parametrize("kind", ["rmsprop", "radam", "adafactor"])
@@ -117,7 +117,8 @@ def test_each_rank_has_its_own_part() -> None:
     (update,) = of_role(graph, Role.UPDATE)
     memory = memory_of_own_step(update)
     assert memory is not None
-    assert memory.state_bytes == pytest.approx(found("rmsprop").state_bytes / 8, rel=0.01)
+    counts = 8 * 4  # of the steps of eight parameters, which no rank has a part of
+    assert memory.state_bytes - counts == (found("rmsprop").state_bytes - counts) // 8
 
 
 def test_nobody_notices() -> None:

@@ -12,8 +12,8 @@ from torch import fx
 
 from fxzero._compat import set_args
 from fxzero.errors import VerificationError
-from fxzero.graph import Role, StepGraph
-from fxzero.graph.slabs import slab_of
+from fxzero.graph import Lane, Role, StepGraph
+from fxzero.graph.slabs import places_in, slab_of
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.verify import verify
 from fxzero.inspect.capture import fake_ranks
@@ -22,7 +22,7 @@ from fxzero.passes.lower_transfers import lower_transfer
 from fxzero.passes.slab import lay_out
 from fxzero.runtime import collectives
 from fxzero.runtime.slab import vacate
-from tests.stepping import chain_of, step_graph
+from tests.stepping import EAGER, chain_of, step_graph
 from tests.tracing import find, of_role
 
 FACTS = frozenset({"stamped", "gathered", "cut", "lowered"})
@@ -120,3 +120,24 @@ def test_a_read_after_its_place_was_left(graph: StepGraph) -> None:
     assert stamp_of(left).role is Role.RELEASE
     reader.prepend(left)
     refused(graph, f"{reader.name} reads .* after {left.name}")
+
+
+def test_a_gradient_is_copied_to_the_host_until_the_copy_has_landed() -> None:
+    """Its wait is the host's, which compute does not wait for."""
+    options = {**EAGER, "memory": "states_host"}
+    graph = step_graph(chain_of(4, width=16), world_size=4, options=options)
+    with fake_ranks(4), mock.patch("fxzero.passes.slab.lay_out", _with_room):
+        for transfer in graph.transfers():
+            if not transfer.is_copy:
+                lower_transfer(transfer)
+        Slab().run(graph, Context(fuses=False))
+    verify(graph, FACTS, after="slab")
+    copies = [t for t in graph.transfers(name=Lane.D2H.value) if t.of_parameters]
+    (memory,) = of_role(graph, Role.SLAB)
+    every = sorted(places_in(memory), key=lambda place: place.until)
+    until = {place.launch: place.until for place in every}  # of its results, which stay longest
+    received = placed(graph, collectives.exchange)
+    assert copies
+    assert received
+    for launch in received:
+        assert getattr(until[launch].target, "__name__", "") == "landed"

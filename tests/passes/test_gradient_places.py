@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxzero.graph import Lane
+from fxzero.graph.lanes import aligned
 from fxzero.graph.operators import num_bytes
 from fxzero.passes.gradient_places import IN_FLIGHT, Places, shared_bytes
-from fxzero.runtime.arena import aligned
 from tests.passes.test_offload_disk import DISK, downloads, input_of, on_disk, update_of
 
 SIZES = st.lists(st.integers(1, 40), max_size=12)

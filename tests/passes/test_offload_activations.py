@@ -25,6 +25,7 @@ from fxzero.cost.model import CostModel
 from fxzero.cost.throttle import Throttle
 from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
+from fxzero.graph.lanes import aligned
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.graph.step_graph import TransferNodes
@@ -41,7 +42,6 @@ from fxzero.passes.offload_activations import (
 )
 from fxzero.passes.recompute import Recompute
 from fxzero.runtime import copies
-from fxzero.runtime.arena import aligned
 from fxzero.schedule.copy_times import Timeline
 from fxzero.schedule.simulate import simulate_memory
 from fxzero.transfer import PCIE_DOWN, PCIE_UP, Pool

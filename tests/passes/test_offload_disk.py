@@ -11,12 +11,12 @@ from torch import fx
 import fxzero
 from fxzero.compiler.compilation import Compilation
 from fxzero.graph import Lane, Role, StepGraph
+from fxzero.graph.lanes import ALIGNMENT
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.passes.offload_disk import Stored
 from fxzero.runtime import copies
-from fxzero.runtime.arena import ALIGNMENT
 from fxzero.runtime.disk_streams import (
     ReadParams,
     ReadStates,

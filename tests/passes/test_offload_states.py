@@ -13,13 +13,13 @@ from torch import Tensor, fx, nn
 import fxzero
 from fxzero.compiler.compilation import Compilation
 from fxzero.graph import Lane, Phase, Role, StepGraph
+from fxzero.graph.lanes import ALIGNMENT, aligned
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.passes.offload_states import Offloaded, OffloadStates
 from fxzero.runtime import copies, updates
 from fxzero.runtime.ahead import Launch, Take
-from fxzero.runtime.arena import ALIGNMENT, aligned
 from fxzero.transfer import PCIE_DOWN, PCIE_UP, Pool
 from tests.stepping import EAGER, chain_of, compiled_step
 from tests.tracing import of_role, params_of

@@ -11,15 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxzero.runtime.arena import (
-    ALIGNMENT,
-    Home,
-    HostArena,
-    Layout,
-    aligned,
-    arena_for,
-    arena_of,
-)
+from fxzero.graph.lanes import ALIGNMENT, aligned
+from fxzero.runtime.arena import Home, HostArena, Layout, arena_for, arena_of
 
 SHAPES: dict[str, Tensor] = {
     "vector": torch.randn(7),

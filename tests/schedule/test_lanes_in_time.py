@@ -13,9 +13,10 @@ import fxzero
 from fxzero.compiler.compilation import Compilation, observers
 from fxzero.cost import FixedCosts
 from fxzero.graph import Lane, Role, StepGraph
+from fxzero.graph.lanes import aligned
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
-from fxzero.runtime.arena import aligned, arena_of
+from fxzero.runtime.arena import arena_of
 from fxzero.schedule.engine import HOST, Hold, Task, TaskGraph, replay
 from fxzero.schedule.simulate import Program, simulate, simulate_memory
 from fxzero.schedule.storage import Kind
