@@ -209,10 +209,7 @@ class Fitting:
     def _search(self) -> Trial[Scheduled] | None:
         """Find the fastest level that fits, by what its regions really take; None if none does."""
         usual = self._usual_room()
-        fuses = self.config.fuses
-        search = self.search = Search(
-            self._attempt, self.budget_bytes, self._rooms(), usual, fuses=fuses
-        )
+        search = self.search = Search(self._attempt, self.budget_bytes, self._rooms(), usual)
         if self.probed is not None and self.fixed is None:
             search.trials.append(self.probed)
         while True:

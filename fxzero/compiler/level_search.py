@@ -30,6 +30,8 @@ UNSURE = 0.1
 """Of a step's time: by how much more may be foretold than is simulated."""
 FEW = 1000
 """Values of a forward: as few are scheduled so fast that more is tried."""
+STEEPER = 16
+"""How much deeper a valley may be than the slopes beside it say."""
 IN_A_ROW = 3
 """Longer and longer segments, each of which holds more than the one before."""
 SPENDS = 5
@@ -74,7 +76,6 @@ class Search(Generic[T]):
         budget_bytes: the bound.
         rooms: what transfers may be given.
         usual: the one of them to begin with.
-        fuses: whether what is computed again may take less time than to write and to read it.
     """
 
     def __init__(
@@ -83,14 +84,11 @@ class Search(Generic[T]):
         budget_bytes: int,
         rooms: frozenset[Room] = frozenset(Room),
         usual: Room = Room.USUAL,
-        *,
-        fuses: bool = False,
     ) -> None:
         self._attempt = attempt
         self._budget_bytes = budget_bytes
         self._rooms = rooms
         self._usual = usual
-        self._fuses = fuses
         self.trials: list[Trial[T]] = []
 
     @property
@@ -124,20 +122,17 @@ class Search(Generic[T]):
             found = self._first(there, levels(), at_once=best is not None)
             best = _faster(best, found)
         known = levels()
-        if known is None:
+        if known is None or (best is not None and best.level == 0):
             return best
-        if best is not None and best.level == 0:
-            return self._frugal(best, known)
         fitting = [] if best is None else [best]
         fitting += self._by_hand(best, top, known)
         if not fitting and (last := self._any(known)) is not None:
             fitting = [last]
-        if not fitting:
-            return None
-        best = min(
-            (self._spend(trial, known) for trial in fitting), key=lambda trial: trial.step_us
+        return min(
+            (self._spend(trial, known) for trial in fitting),
+            key=lambda trial: trial.step_us,
+            default=None,
         )
-        return self._frugal(best, known)
 
     def _by_hand(self, best: Trial[T] | None, top: Trial[T], levels: Levels) -> list[Trial[T]]:
         """What fits of what somebody could choose by hand: that is tried where nothing else was
@@ -206,19 +201,6 @@ class Search(Generic[T]):
                 best = _faster(best, trial) or best
             else:
                 high_bytes = spare_bytes
-        return best
-
-    def _frugal(self, best: Trial[T], levels: Levels) -> Trial[T]:
-        """The same or a level that repeats more and is faster nevertheless, as compiled regions may
-        be: farther and farther behind it, where tries are cheap."""
-        if not self._fuses or len(levels.values) > FEW:
-            return best
-        first, distance = best.level, 1
-        while first + distance < levels.by_hand:
-            trial = self.take(first + distance, best.room)
-            if self._fits(trial):
-                best = _faster(best, trial) or best
-            distance *= 2
         return best
 
     def _may_save(self, best: Trial[T], top: Trial[T], levels: Levels | None) -> bool:
@@ -296,7 +278,7 @@ class Search(Generic[T]):
                 return trial
             if trial.peak_bytes > before.peak_bytes:
                 break
-        return self._lowest(top, self.take(levels.main, top.room))
+        return self._lowest(top, self.take(levels.main, top.room), levels)
 
     def _between(self, low: Trial[T], high: Trial[T], levels: Levels) -> Trial[T]:
         """The first level that fits between one that does not and one that does."""
@@ -326,8 +308,10 @@ class Search(Generic[T]):
         between = range(first, last)
         return first + bisect_left(between, -kept_bytes, key=lambda k: -levels.kept_bytes(k))
 
-    def _lowest(self, left: Trial[T], right: Trial[T]) -> Trial[T] | None:
-        """A level that fits between two, looked for where the least is held."""
+    def _lowest(self, left: Trial[T], right: Trial[T], levels: Levels) -> Trial[T] | None:
+        """A level that fits between two, looked for where the least is held; where a try is dear,
+        until nothing that fits is to be hoped for."""
+        is_dear = len(levels.values) > FEW
         while right.level - left.level > 2:
             third = (right.level - left.level) // 3
             first, second = (
@@ -336,7 +320,7 @@ class Search(Generic[T]):
             for trial in (first, second):
                 if self._fits(trial):
                     return trial
-            if not self._may_be_between(left, first, second, right):
+            if is_dear and not self._may_be_between(left, first, second, right):
                 break
             if first.peak_bytes <= second.peak_bytes:
                 right = second
@@ -350,14 +334,14 @@ class Search(Generic[T]):
         """Whether something between four trials, a third of the way from each to the next, may fit.
 
         The search for the least looks for one valley. Were it convex, what lies between two of them
-        would be above the lines through their neighbours; twice that far down is looked.
+        would be above the lines through their neighbours; `STEEPER` times that far down is looked.
         """
         down = max(left.peak_bytes - first.peak_bytes, 0)
         up = max(right.peak_bytes - second.peak_bytes, 0)
         slope = abs(first.peak_bytes - second.peak_bytes)
         drop = max(min(down, up), slope)
         least = min(first.peak_bytes, second.peak_bytes)
-        return least - 2 * drop <= self._budget_bytes
+        return least - STEEPER * drop <= self._budget_bytes
 
     def _fits(self, trial: Trial[T]) -> bool:
         return trial.peak_bytes <= self._budget_bytes
