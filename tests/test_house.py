@@ -22,8 +22,8 @@ from tests.tracing import observed
 
 ROOT = Path(__file__).parents[1]
 FLOORS = (
-    "errors _compat settings transfer disk ranks sharding graph capture regions runtime cost "
-    "kernels schedule passes compiler backend step inspect cli"
+    "errors _compat settings transfer disk pipeline ranks sharding graph capture regions runtime "
+    "cost kernels schedule passes compiler backend step inspect cli"
 ).split()
 """From the ground up. `_checkout` and the package itself are doors, not rooms."""
 

@@ -21,9 +21,10 @@ from fxzero.compiler.config import Config
 from fxzero.compiler.pipelines import loop_passes, step_passes
 from fxzero.errors import ConfigError, nearest
 from fxzero.inspect import Analysis, capture
-from fxzero.inspect.pipeline import as_pipeline, micro_step_of, table_of
+from fxzero.inspect.pipeline import as_pipeline, micro_step_of
 from fxzero.inspect.target import load
 from fxzero.inspect.trace import write_trace
+from fxzero.pipeline.schedules import table_of
 
 DEFAULT_WORLD_SIZE = 8
 

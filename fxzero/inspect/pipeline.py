@@ -2,7 +2,7 @@
 
 The joint graph of one micro-step is captured as always, for the ranks of one stage, and cut
 (`fxzero.schedule.stages`); a table of the schedule is replayed with what the stages take
-(`fxzero.schedule.pipeline_replay`). Nothing is started, and no rank is there.
+(`fxzero.pipeline.replay`). Nothing is started, and no rank is there.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 from fxzero.compiler.compilation import Compilation, observers
 from fxzero.cost import CostModel
-from fxzero.errors import ConfigError, nearest
+from fxzero.errors import ConfigError
 from fxzero.graph import StepGraph
 from fxzero.inspect.capture import Capture, capture
 from fxzero.passes import Recompute
 from fxzero.passes.base import Context, Notes, Pass
-from fxzero.schedule.pipeline_replay import PipelineReplay, check, read_schedule, replay_table
-from fxzero.schedule.pipeline_tables import TABLES, Action, Table, Work
+from fxzero.pipeline.replay import PipelineReplay, replay_table
+from fxzero.pipeline.tables import Action, Table, Work
 from fxzero.schedule.stages import MODEL_STATES, Stages, stages_of
 
 
@@ -69,7 +68,7 @@ class _Look(Pass):
 
 
 @contextlib.contextmanager
-def _micro_steps() -> Iterator[list[tuple[StepGraph, CostModel]]]:
+def collecting_micro_steps() -> Iterator[list[tuple[StepGraph, CostModel]]]:
     """Collect the graphs of one micro-step that are compiled meanwhile, before they are sharded."""
     found: list[tuple[StepGraph, CostModel]] = []
 
@@ -85,29 +84,6 @@ def _micro_steps() -> Iterator[list[tuple[StepGraph, CostModel]]]:
         yield found
     finally:
         observers.remove(observe)
-
-
-def table_of(schedule: str, num_ranks: int, num_micro_batches: int) -> Table:
-    """The table of a schedule: one of `TABLES`, or a CSV file.
-
-    Raises:
-        ConfigError: there is none of that name, or it is for other numbers.
-    """
-    if schedule in TABLES:
-        table = TABLES[schedule](num_ranks, num_micro_batches)
-        check(table)
-        return table
-    if not schedule.endswith(".csv"):
-        raise ConfigError(
-            f"schedule={schedule!r}: {nearest(schedule, TABLES)}. Or name a file, x.csv."
-        )
-    table = read_schedule(Path(schedule))
-    if (table.num_ranks, table.num_micro_steps) != (num_ranks, num_micro_batches):
-        raise ConfigError(
-            f"schedule={schedule!r} is for {table.num_ranks} ranks and {table.num_micro_steps} "
-            f"micro-batches, and there are {num_ranks} and {num_micro_batches}"
-        )
-    return table
 
 
 @dataclass(frozen=True)
@@ -129,7 +105,7 @@ def micro_step_of(build: Callable[[], Any], *, micro_batches: int, **settings: A
     Raises:
         ConfigError: the forward is several graphs.
     """
-    with _micro_steps() as seen:
+    with collecting_micro_steps() as seen:
         captured = capture(build, step=True, micro_batches=micro_batches, **settings)
     if len(seen) != 1:
         raise ConfigError(

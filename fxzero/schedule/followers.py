@@ -17,6 +17,7 @@ from torch import fx
 from fxzero.graph import Phase, Role
 from fxzero.graph.aliases import readers
 from fxzero.graph.stamps import BESIDE_COMPUTE, stamp_of
+from fxzero.sharding.layout import BETWEEN_STAGES
 
 
 def is_follower(node: fx.Node) -> bool:
@@ -28,6 +29,14 @@ def is_follower(node: fx.Node) -> bool:
         sources = [n for n in node.all_input_nodes if n.op == "call_function"]
         return any(stamp_of(n).role is Role.ACCUMULATE or is_follower(n) for n in sources)
     return stamp.role in (Role.ACCUMULATE, Role.ROWS)
+
+
+def speaks_with_stages(node: fx.Node) -> bool:
+    """Whether a node starts what other stages of a pipeline have a part in, at the end of the step:
+    none may wait for it that has something to send."""
+    stamp = stamp_of(node)
+    between = stamp.transfer is not None and stamp.transfer.axis in BETWEEN_STAGES
+    return between and stamp.phase is Phase.OPTIMIZER
 
 
 def through_followers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -57,6 +66,9 @@ def with_followers(
         first: keys of parameters whose updates go before others that are ready too.
     """
     missing = {node: _awaited(node) for node in followers}
+    for node, needed in missing.items():
+        if order and speaks_with_stages(node):
+            needed.add(order[-1])
     waiting: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node, needed in missing.items():
         for source in needed:

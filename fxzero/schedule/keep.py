@@ -93,6 +93,11 @@ def keep(
         stamp = stamp_of(release)
         if cut or stamp.phase is Phase.FORWARD:
             _shorten(graph, release, {forward[k][0] for k in keys if k[1] == stamp.micro_step})
+    for key in keys:  # halves of a backward, and stages of one rank, have one each
+        part, _ = forward[key]
+        releases = sorted(user for user in part.users if stamp_of(user).role is Role.RELEASE)
+        for release in releases[:-1]:
+            _shorten(graph, release, {part})
     for transfer in transfers:
         for node in sorted(
             (*transfer.prepare, transfer.launch, transfer.wait, *transfer.parts, *transfer.finish)

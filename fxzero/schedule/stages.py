@@ -257,8 +257,48 @@ def stages_of(
     Raises:
         ConfigError: there are more stages than places to cut at, or none fit the budget.
     """
-    operators = Operators(graph, costs)
-    order = _Order(operators)
+    order = _Order(Operators(graph, costs))
+    borders, us = _borders(
+        order, num_stages, num_micro_steps, budget_bytes=budget_bytes, in_flight=in_flight
+    )
+    stages = [order.stage(first, until) for first, until in pairwise(borders)]
+    crossings = [order.crossing(at) for at in borders[1:-1]]
+    holders = _holders(order, borders)
+    shared = sorted(name for name, held in holders.items() if len(held) > 1)
+    return Stages(tuple(stages), tuple(crossings), tuple(shared), us)
+
+
+def holders_of(
+    graph: StepGraph, costs: CostModel, num_stages: int, num_micro_steps: int
+) -> dict[str, tuple[int, ...]]:
+    """By name of a parameter, the stages that read it if a micro-step is cut for the least time.
+
+    Raises:
+        ConfigError: there are more stages than places to cut at.
+    """
+    order = _Order(Operators(graph, costs))
+    borders, _ = _borders(order, num_stages, num_micro_steps)
+    return _holders(order, borders)
+
+
+def _holders(order: _Order, borders: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, list[int]] = {}
+    for stage, (first, until) in enumerate(pairwise(borders)):
+        keys = {key for op in order.own[first:until] for key in op.params}
+        for key in sorted(keys):
+            found.setdefault(order.operators.graph.specs[key].name, []).append(stage)
+    return {name: tuple(held) for name, held in found.items()}
+
+
+def _borders(
+    order: _Order,
+    num_stages: int,
+    num_micro_steps: int,
+    *,
+    budget_bytes: float = float("inf"),
+    in_flight: Sequence[int] = (),
+) -> tuple[list[int], float]:
+    """Before which operators stages begin, the end among them, and what all micro-steps take."""
     positions, ends = order.positions()
     cuts = best_cuts(
         positions,
@@ -275,18 +315,10 @@ def stages_of(
                 "stages."
             )
         raise ConfigError(
-            f"{num_stages} stages: the graph has {len(operators.own)} operators in its forward, "
+            f"{num_stages} stages: the graph has {len(order.own)} operators in its forward, "
             f"and {max(len(ends) - 2, 0)} places to cut at. Take fewer stages."
         )
-    borders = [0, *(ends[p] for p in cuts.positions), len(operators.own)]
-    stages = [order.stage(first, until) for first, until in pairwise(borders)]
-    crossings = [order.crossing(at) for at in borders[1:-1]]
-    holders: dict[str, int] = {}
-    for first, until in pairwise(borders):
-        for key in {key for op in operators.own[first:until] for key in op.params}:
-            holders[key] = holders.get(key, 0) + 1
-    shared = sorted(graph.specs[key].name for key, count in holders.items() if count > 1)
-    return Stages(tuple(stages), tuple(crossings), tuple(shared), cuts.us)
+    return [0, *(ends[p] for p in cuts.positions), len(order.own)], cuts.us
 
 
 class _Order:

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from examples.models import gpt_bench, gpt_nano
 from fxzero.cli.app import app
 from fxzero.errors import ConfigError
-from fxzero.inspect.pipeline import MicroStep, PipelineReport, as_pipeline, micro_step_of, table_of
-from fxzero.schedule.pipeline_tables import TABLES
+from fxzero.inspect.pipeline import MicroStep, PipelineReport, as_pipeline, micro_step_of
+from fxzero.pipeline.schedules import table_of
+from fxzero.pipeline.tables import TABLES
 from tests.tiers import exhaustive
 
 OPTIONS = {"lower_regions": {"backend": "eager"}, "cost": {"cluster": "dgx_h100"}}

@@ -9,7 +9,7 @@ which nobody waits for (Qi et al. 2023, "Zero bubble pipeline parallelism"). The
 CSV files, a row a rank, in which people bring schedules of their own.
 
 What is in the tables of the literature is made here; what a table comes to, and whether it is one
-at all, says `fxzero.schedule.pipeline_replay`.
+at all, says `fxzero.pipeline.replay`.
 """
 
 from __future__ import annotations

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxzero.errors import ConfigError
-from fxzero.schedule.pipeline_replay import (
+from fxzero.pipeline.replay import (
     check,
     read_schedule,
     replay_table,
     unit_us,
     waits_of,
 )
-from fxzero.schedule.pipeline_tables import TABLES, Action, Table, Work, one_f_one_b
+from fxzero.pipeline.tables import TABLES, Action, Table, Work, one_f_one_b
 
 SIZES = [(1, 1), (2, 4), (3, 9), (4, 8), (4, 16), (8, 16), (8, 64)]
 

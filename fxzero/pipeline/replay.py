@@ -21,7 +21,7 @@ from pathlib import Path
 import networkx as nx
 
 from fxzero.errors import ConfigError
-from fxzero.schedule.pipeline_tables import Action, Table, Work
+from fxzero.pipeline.tables import Action, Table, Work
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
