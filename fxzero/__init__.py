@@ -4,6 +4,8 @@ model = fxzero.shard(model, zero=3)
 model = torch.compile(model, backend="fxzero")
 """
 
+from typing import Any as _Any
+
 from fxzero import _checkout
 from fxzero.compiler.config import Config
 from fxzero.errors import (
@@ -24,10 +26,20 @@ from fxzero.errors import (
 )
 from fxzero.ranks.groups import init_distributed
 from fxzero.sharding import ops as _ops
+from fxzero.sharding import pipeline as _pipeline
 from fxzero.sharding.params import Traffic
 from fxzero.sharding.precision import Precision
 from fxzero.sharding.shard import no_sync, report, shard
 from fxzero.step import StepOutput, TrainStep, compile_step
+
+
+def _find_holders(model: _Any, example_inputs: _Any, num_stages: int) -> dict[str, tuple[int, ...]]:
+    from fxzero.inspect.find_stages import find_holders  # what looks at graphs is rarely wanted
+
+    return find_holders(model, example_inputs, num_stages)
+
+
+_pipeline.find_holders = _find_holders
 
 __version__ = "0.1.0"
 

@@ -25,6 +25,10 @@ DISK_READ = "disk_read"
 """The resource of what is read from disk."""
 DISK_WRITE = "disk_write"
 """The resource of what is written there."""
+SENT = "sent"
+"""The resource of what goes to another stage."""
+RECEIVED = "received"
+"""The resource of what comes from one: links carry both ways at once."""
 
 
 class TransferKind(StrEnum):
@@ -35,6 +39,9 @@ class TransferKind(StrEnum):
     ALL_REDUCE = "all_reduce"
     ALL_TO_ALL = "all_to_all"
     BROADCAST = "broadcast"
+    SEND = "send"
+    """To one other rank, which receives."""
+    RECEIVE = "receive"
     COPY = "copy"
     """From one pool of this rank's to another: no other rank takes part."""
 
@@ -90,6 +97,8 @@ class Transfer:
         )
 
     def __str__(self) -> str:
+        if self.kind in (TransferKind.SEND, TransferKind.RECEIVE):
+            return f"{self.kind} over {self.group}"
         if self.kind is TransferKind.COPY:
             return f"{self.kind} from {self.source} to {self.target}"
         return f"{self.kind} over {self.group} of {self.size}"

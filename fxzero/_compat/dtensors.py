@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._api import _ToTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from fxzero._compat.fakes import real_tensors
+
 
 def is_view_function() -> Callable[..., Any]:
     """What asks a tensor whether it looks at another's memory."""
@@ -72,9 +74,31 @@ def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
+def ranks_of_mesh(mesh: DeviceMesh) -> list[int]:
+    """The ranks of a mesh, first one first, whatever mode tensors are made in."""
+    with real_tensors():
+        ranks: list[int] = mesh.mesh.flatten().tolist()
+        return ranks
+
+
+def mesh_of(tensor: DTensor) -> DeviceMesh:
+    """A DTensor's mesh, without asking ``__torch_function__``."""
+    return tensor._spec.mesh
+
+
 def layout_of(tensor: DTensor) -> Any:
     """A DTensor's global shape, mesh and placements."""
     return tensor._spec
+
+
+def mesh_without_groups(
+    device_type: str, ranks: torch.Tensor, names: tuple[str, ...]
+) -> DeviceMesh:
+    """A mesh that says where something lies, over which nothing communicates."""
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
+    # Dynamo asks every mesh for it, those of other ranks too.
+    setattr(mesh, "_dim_group_names", [])  # noqa: B010
+    return mesh
 
 
 def dtensor_at_home(

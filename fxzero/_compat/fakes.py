@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +37,33 @@ def fake_tensors() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
+
+
+@contextlib.contextmanager
+def fake_copies() -> Iterator[Callable[[Any], Any]]:
+    """A context like `fake_tensors`, and what copies modules and tensors into it, without their
+    values: those on the meta device for the CPU."""
+    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def on_cpu(value: torch.Tensor) -> torch.Tensor:
+        with mode:
+            made = torch.empty_like(value, device="cpu")
+            if isinstance(value, torch.nn.Parameter):
+                return torch.nn.Parameter(made, requires_grad=value.requires_grad)
+            return made
+
+    def copied(value: Any) -> Any:
+        tensors = torch.utils._pytree.tree_leaves(value)
+        if isinstance(value, torch.nn.Module):
+            tensors = [*value.parameters(), *value.buffers()]
+        known = {id(t): on_cpu(t) for t in tensors if isinstance(t, torch.Tensor) and t.is_meta}
+        with FakeCopyMode(mode):
+            return copy.deepcopy(value, known)
+
+    with mode:
+        yield copied
 
 
 @contextlib.contextmanager

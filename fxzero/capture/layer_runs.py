@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from fxzero import _compat
 from fxzero._compat import set_grad_enabled
 from fxzero.graph.modules import module_path
-from fxzero.sharding.params import is_key, layer_of
+from fxzero.sharding.params import is_key, layer_of, spec_of
 
 T = TypeVar("T")
 
@@ -151,7 +151,8 @@ def _as_run(nodes: tuple[fx.Node, ...]) -> Run | None:
                 return ("node", position[argument])
             return ("input", inputs.setdefault(argument, len(inputs)))
         if isinstance(argument, str) and is_key(argument):
-            return ("key", keys.setdefault(argument, len(keys)))
+            # Layers of other stages of a pipeline are others, on every rank alike.
+            return ("key", keys.setdefault(argument, len(keys)), spec_of(argument).stages)
         return ("value", type(argument).__name__, repr(argument))
 
     structure = []

@@ -54,6 +54,10 @@ class Account:
     """What a person wants to know of it, as JSON can hold it: see `tell`."""
     at_once: bool = False
     """Whether it must be compared before anything is launched."""
+    stages: tuple[str, ...] = ()
+    """Names of the process groups over which it speaks with ranks that run other graphs."""
+    in_common: bytes = b""
+    """What is announced there: a digest of what they have in common."""
 
     @property
     def tag(self) -> int:
@@ -69,25 +73,27 @@ def digest_of(text: str) -> bytes:
 class _Announcement:
     """What was sent to the peers of a group, and what they will have sent."""
 
-    __slots__ = ("account", "handles", "heard", "sent")
+    __slots__ = ("account", "handles", "heard")
 
     def __init__(self, account: Account) -> None:
         self.account = account
-        self.sent = _words(account.digest)
-        self.heard: list[tuple[str, int, Any, Tensor]] = []
-        """Group, rank in it, handle, announcement."""
+        self.heard: list[tuple[str, int, Any, Tensor, Tensor]] = []
+        """Group, rank in it, handle, announcement, and what it should be."""
         self.handles: list[Any] = []
-        for name in account.groups:
+        own = [(name, account.digest) for name in account.groups]
+        for name, digest in (*own, *((name, account.in_common) for name in account.stages)):
+            said = _words(digest)
             channel = channel_of(name)
             if channel is None:
                 continue
             rank, size = channel.rank(), channel.size()
             for step in range(1, size):
                 peer = (rank - step) % size
-                theirs = torch.empty_like(self.sent)
-                self.heard.append((name, peer, channel.recv([theirs], peer, _TAG), theirs))
+                theirs = torch.empty_like(said)
+                handle = channel.recv([theirs], peer, _TAG)
+                self.heard.append((name, peer, handle, theirs, said))
             for step in range(1, size):
-                self.handles.append(channel.send([self.sent], (rank + step) % size, _TAG))
+                self.handles.append(channel.send([said], (rank + step) % size, _TAG))
 
 
 class _Now:
@@ -180,9 +186,9 @@ def settle() -> None:
     now.num_waits += 1
     now.abandoned.append(announcement)  # should a wait below raise
     others: dict[int, bytes] = {}
-    for name, peer, handle, theirs in announcement.heard:
+    for name, peer, handle, theirs, expected in announcement.heard:
         handle.wait()
-        if not torch.equal(theirs, announcement.sent):
+        if not torch.equal(theirs, expected):
             member = dist.get_global_rank(resolve_process_group(name), peer)
             others[member] = theirs.numpy().tobytes()
     for handle in announcement.handles:

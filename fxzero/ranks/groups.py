@@ -101,7 +101,7 @@ def resolve_mesh(
         if init_distributed(device_type, from_host=from_host) is None:
             return None
         return init_device_mesh(device_type, (dist.get_world_size(),))
-    if mesh.ndim > 2:
+    if mesh.ndim > 2 and "pipeline" not in (mesh.mesh_dim_names or ()):
         raise ShardingError(
             f"a mesh of {mesh.ndim} axes was given; fxzero.shard takes one axis (shard) or two "
             "(replicate, shard). Pass the sub-mesh of those axes: mesh['replicate', 'shard']."

@@ -23,8 +23,10 @@ from fxzero.sharding.params import GradSync, ModelState
 class BufferSync:
     """What is known of a model's buffers: which tensor, and at which version."""
 
-    def __init__(self, model: nn.Module, groups: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[str], *, in_stages: bool = False) -> None:
         self._model = weakref.ref(model)
+        self._in_stages = in_stages
+        """Whether ranks run other stages of a pipeline, and change other buffers."""
         self._groups = tuple(groups)
         """Names of the process groups of the mesh's axes."""
         self._owners: list[tuple[nn.Module, str]] = []
@@ -50,15 +52,15 @@ class BufferSync:
         if any(is_fake(buffer) for buffer, _ in now):
             return
         changed = [
-            buffer is not seen or version != before or _counts(module)
+            buffer is not seen or version != before or (_counts(module) and not self._in_stages)
             for (buffer, version), (seen, before), (module, _) in zip(
                 now, self._seen, self._owners, strict=True
             )
         ]
-        for index in any_rank(changed, self._groups):
+        for index, rank in any_rank(changed, self._groups).items():
             buffer = now[index][0]
             if buffer is not None:
-                _broadcast(buffer)
+                _broadcast(buffer, rank if self._in_stages else 0)
         self._seen = [_now(module, name) for module, name in self._owners]
 
 
@@ -67,14 +69,17 @@ def _now(module: nn.Module, name: str) -> tuple[Tensor | None, int]:
     return buffer, 0 if buffer is None else version_of(buffer)
 
 
-def any_rank(changed: Sequence[bool], groups: Sequence[str]) -> list[int]:
-    """Positions of what has changed on any rank: ranks may write to other buffers than rank 0."""
-    flags = torch.tensor(changed, dtype=torch.uint8)
+def any_rank(changed: Sequence[bool], groups: Sequence[str]) -> dict[int, int]:
+    """Positions of what has changed on any rank, and the first such rank: ranks may write to other
+    buffers than rank 0."""
+    behind = dist.get_world_size() - dist.get_rank()  # from the last rank, which has 1
+    flags = torch.tensor([behind if flag else 0 for flag in changed], dtype=torch.int32)
     for group in groups:  # along one axis after the other: then all ranks know of all
         channel = channel_of(group)
         if channel is not None:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=channel)
-    return [index for index, flag in enumerate(flags.tolist()) if flag]
+    size = dist.get_world_size()
+    return {index: size - flag for index, flag in enumerate(flags.tolist()) if flag}
 
 
 def _counts(module: nn.Module) -> bool:
@@ -82,9 +87,9 @@ def _counts(module: nn.Module) -> bool:
     return module.training and bool(getattr(module, "track_running_stats", False))
 
 
-def _broadcast(buffer: Tensor) -> None:
+def _broadcast(buffer: Tensor, rank: int) -> None:
     values = buffer.detach().contiguous()
-    dist.broadcast(values, src=0)
+    dist.broadcast(values, src=rank)
     if values.data_ptr() != buffer.data_ptr():
         with torch.no_grad():
             buffer.copy_(values)

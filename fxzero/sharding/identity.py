@@ -40,6 +40,7 @@ from fxzero.sharding.local_data import (
     attribute_of,
     describes,
     gets_data,
+    refuse_elsewhere,
     sets_data,
     sets_gradient,
 )
@@ -91,6 +92,8 @@ class ShardedParameter(DTensor):
             return as_values(result)
         if func in _ASKS or (func in _SETS_GRADIENT and args[1] is None):
             return as_it_is(func, types, args, kwargs or {})
+        if not in_compiler():
+            refuse_elsewhere(func, args)
         if is_arithmetic(func, args, kwargs or {}) and not in_compiler() and not in_forward():
             with without_torch_function():
                 return compute(func, args, kwargs or {})
@@ -118,6 +121,16 @@ class ShardedParameter(DTensor):
         if in_forward():
             return _on_full_values(func, args, kwargs or {})
         return on_shards(func, args, kwargs or {}, in_full)
+
+    def full_tensor(self, **settings: Any) -> torch.Tensor:
+        """The whole value, of a parameter that this rank has a part of: a collective."""
+        refuse_elsewhere(DTensor.full_tensor, (self,))
+        return super().full_tensor(**settings)
+
+    def redistribute(self, *args: Any, **settings: Any) -> DTensor:
+        """The same in another layout: a collective."""
+        refuse_elsewhere(DTensor.redistribute, (self,))
+        return super().redistribute(*args, **settings)
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:

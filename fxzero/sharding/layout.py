@@ -5,22 +5,24 @@
     replicate    the same as all  nothing         all-reduce
 
 ZeRO on one axis is ``(shard,)``, HSDP ``(replicate, shard)``; stage 0 replicates along every
-axis. Another role is a line of the table: a tensor-parallel axis, whose ranks compute with
-parts, would gather nothing and reduce nothing; a pipeline axis holds other parameters
-altogether. What is not a line here is what cuts dim 0 twice: `ParamSpec.local_rows` knows one
+axis. Stages of a pipeline that hold one parameter together are tied: each computes a part of its
+gradient, and they add up (`fxzero.passes.join_stages`). Another role is a line of the
+table: a tensor-parallel axis, whose ranks compute with parts, would gather nothing and reduce
+nothing. What is not a line here is what cuts dim 0 twice: `ParamSpec.local_rows` knows one
 shard axis.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from fxzero._compat import ranks_of_mesh
 from fxzero.ranks.groups import Group, axes_of
 from fxzero.transfer import TransferKind
 
@@ -30,8 +32,14 @@ class AxisRole(StrEnum):
 
     REPLICATE = "replicate"
     SHARD = "shard"
+    TIED = "tied"
+    """Stages of a pipeline that hold it together."""
+    PIPELINE = "pipeline"
+    """What stages speak of that has to do with no one parameter: the loss, the norm."""
 
 
+BETWEEN_STAGES = (AxisRole.PIPELINE.value, AxisRole.TIED.value)
+"""The axes along which ranks run other graphs, and have some of their transfers in common."""
 BEFORE_USE = {AxisRole.SHARD: TransferKind.ALL_GATHER}
 """What makes the full parameter, where a role needs something."""
 OF_GRADIENT = {
@@ -61,6 +69,12 @@ class Layout:
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
     """What a DTensor on the mesh says of it, for every axis."""
+    ranks: frozenset[int] = field(default=frozenset(), repr=False)
+    """The mesh's, by their places in the world."""
+    tied: Group | None = None
+    """Of stages of a pipeline that hold it together, the ranks that hold the same part of it."""
+    absent: bool = False
+    """Whether it is of a stage that this rank has no part in: the mesh is that stage's."""
 
     @staticmethod
     def on(
@@ -80,6 +94,7 @@ class Layout:
             tuple(axis for axis in axes if axis.group.size > 1),
             mesh,
             tuple(Shard(0) if role is AxisRole.SHARD else Replicate() for role in roles),
+            frozenset(ranks_of_mesh(mesh)),
         )
 
     @staticmethod

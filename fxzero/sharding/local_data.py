@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fxzero._compat import local_tensor, set_local_tensor
+from fxzero._compat import local_tensor, mesh_of, ranks_of_mesh, set_local_tensor
 from fxzero.errors import ShardingError
 
 _ATTRIBUTES_THAT_COMPUTE = frozenset({"T", "mT", "H", "mH", "real", "imag"})
@@ -35,6 +35,37 @@ def describes(func: Callable[..., Any]) -> bool:
     if name in ("__get__", "__set__", "__delete__"):
         return not computes_attribute(func)
     return name in _OF_THE_SHARD
+
+
+_OF_OTHERS = frozenset("full_tensor redistribute".split())
+"""What asks other ranks for their parts."""
+_KEEPS_LAYOUT = frozenset(
+    (
+        "detach clone zeros_like ones_like empty_like full_like new_zeros new_empty new_full copy_ "
+        "zero_ fill_ mul_ detach_ to cpu cuda float double half bfloat16 contiguous type_as"
+    ).split()
+)
+"""What every rank does with its own part, nothing though it may be."""
+
+
+def refuse_elsewhere(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """A tensor of another stage of a pipeline is not here, and empty.
+
+    Raises:
+        ShardingError: its value is asked for.
+    """
+    tensor = args[0] if args else None
+    if not isinstance(tensor, DTensor) or mesh_of(tensor).get_coordinate() is not None:
+        return
+    name = getattr(func, "__name__", "")
+    if name in _KEEPS_LAYOUT or (describes(func) and name not in _OF_OTHERS):
+        return
+    raise ShardingError(
+        f"{name} asks for the value of a tensor of shape {tuple(tensor.shape)} that is on "
+        f"ranks {ranks_of_mesh(mesh_of(tensor))}: it is of another stage of the pipeline, "
+        "and empty here. Ask for it there, or save all stages by torch.distributed.checkpoint, "
+        "which knows whose it is."
+    )
 
 
 def computes_attribute(func: Callable[..., Any]) -> bool:

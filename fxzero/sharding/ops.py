@@ -65,6 +65,7 @@ def pad_rows(tensor: Tensor, rows: int) -> Tensor:
 
 def _unshard(shard: Tensor, param: str, sync: str) -> Tensor:
     spec = spec_of(param)
+    spec.refuse_outside_of_a_step()
     part = shard.detach().to(spec.compute_dtype).to(spec.device or shard.device)
     if spec.shard_group is None:
         # An operator's output may not alias its input.
@@ -80,7 +81,7 @@ def _unshard(shard: Tensor, param: str, sync: str) -> Tensor:
 def _unshard_fake(shard: Tensor, param: str, sync: str) -> Tensor:
     spec = spec_of(param)
     device = spec.device or shard.device
-    if spec.shard_group is None:  # a copy, with the strides of what is copied
+    if spec.shard_group is None and spec.is_here:  # a copy, with the strides of what is copied
         return torch.empty_like(shard, dtype=spec.compute_dtype, device=device)
     return shard.new_empty(spec.shape, dtype=spec.compute_dtype, device=device)
 

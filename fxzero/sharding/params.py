@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fxzero.errors import CaptureError
 from fxzero.ranks.groups import Group
 from fxzero.sharding.layout import WHOLE, AxisRole, Layout
+from fxzero.sharding.pipeline import Pipeline
 
 KEY = "_fxzero_key"
 """Attribute of a parameter that `shard` has laid out: its key. What comes of one has none."""
@@ -104,6 +105,8 @@ class ModelState:
     """Whether a backward has reduced gradients since the last one that kept some."""
     traffic: Traffic = field(default_factory=Traffic)
     """What compiled graphs of this model have communicated so far."""
+    pipeline: Pipeline | None = None
+    """The pipeline whose stages hold its parameters, if it has one."""
     buffers: Callable[[], None] | None = None
     """Broadcasts the buffers that a forward has changed; None if every rank keeps its own."""
 
@@ -154,6 +157,8 @@ class ParamSpec:
     """The parameter itself, to see whether its gradient was set to None."""
     block: Block | None = None
     """Of some columns of a parameter: which. All rows of them are there, on each rank its own."""
+    stages: tuple[int, ...] = ()
+    """Of a pipeline, the stages that hold it, first one first."""
     device: torch.device | None = None
     """Where it is computed with, if its shard and its gradient are in the host's memory; None if
     they are on that device, too."""
@@ -205,11 +210,35 @@ class ParamSpec:
         """Groups over which this rank's part is repeated: gradients are all-reduced there."""
         return self.layout.groups_of(AxisRole.REPLICATE)
 
+    @cached_property
+    def reduced_over(self) -> tuple[Group, ...]:
+        """All groups over which its gradient is reduced, innermost first."""
+        return tuple(axis.group for _, axis in self.layout.reductions)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank holds it, or a part of it: not if it is of other stages."""
+        return not self.layout.absent
+
+    def refuse_outside_of_a_step(self) -> None:
+        """Stages of a pipeline run by one compiled step, in the order of their schedule.
+
+        Raises:
+            CaptureError: it is of a stage.
+        """
+        if self.stages:
+            raise CaptureError(
+                f"{self.name} is of stage {' and '.join(map(str, self.stages))} of a pipeline, and "
+                "a forward outside of fxzero.compile_step reads it. The ordinary loop cannot run "
+                "stages, each of which has to wait for another: call fxzero.compile_step(model, "
+                "optimizer, loss_fn, micro_batches=…)."
+            )
+
     @property
     def kind(self) -> tuple[object, ...]:
         """Equal for parameters that are laid out and travel alike."""
         dtypes = (self.dtype, self.compute_dtype, self.reduce_dtype)
-        layout = (self.layout.axes, self.layout.placements, self.device)
+        layout = (self.layout.axes, self.layout.placements, self.stages, self.device)
         return (id(self.state), self.shape, *dtypes, *layout)
 
     @property
@@ -239,6 +268,8 @@ class ParamSpec:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's shard."""
+        if self.layout.absent:
+            return (0,)  # as torch has it of DTensors on meshes that a rank is not in
         if self.shard_group is None:
             return self.shape
         rows = self.local_rows

@@ -11,6 +11,7 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,11 +29,13 @@ from fxzero._compat import (
     write_no_asserts_without_symbols,
 )
 from fxzero.errors import FxZeroWarning, ShardingError
+from fxzero.pipeline.schedules import places_of_stages
 from fxzero.ranks import watch
 from fxzero.ranks.agree import make_channel
 from fxzero.ranks.groups import group_beside, resolve_mesh
 from fxzero.ranks.rendezvous import compare_models, describe
 from fxzero.sharding import materialize
+from fxzero.sharding import pipeline as pipeline_rooms
 from fxzero.sharding.before_step import watch_optimizers
 from fxzero.sharding.buffers import BufferSync
 from fxzero.sharding.gradients import reduce_what_arrives
@@ -60,6 +63,14 @@ from fxzero.sharding.params import (
     register,
     remember,
 )
+from fxzero.sharding.pipeline import (
+    Holders,
+    Layouts,
+    check_axes,
+    has_pipeline,
+    holders_by_name,
+    make_pipeline,
+)
 from fxzero.sharding.shard_state import guard
 
 _SPECS = "_fxzero_specs"
@@ -80,6 +91,9 @@ def shard(
     broadcast_buffers: bool = True,
     gather_group: bool = False,
     offload: bool = False,
+    stages: Mapping[str, int] | None = None,
+    example_inputs: Any = None,
+    schedule: str = "1f1b",
 ) -> nn.Module:
     """Shard a model's parameters for ZeRO training, in place.
 
@@ -91,7 +105,9 @@ def shard(
         zero: the ZeRO stage. 0 replicates parameters and all-reduces gradients; 1 to 3
             keep a ``DTensor`` ``Shard(0)`` of every parameter and differ in how long full
             parameters and gradients live. 0-d parameters stay replicated.
-        mesh: one axis to shard over (default: all ranks), or two: replicate, shard.
+        mesh: one axis to shard over (default: all ranks), or two: replicate, shard. With an axis
+            named ``pipeline`` before them, or alone, the model is cut into stages along it, and
+            each rank keeps the parameters of its own. `fxzero.compile_step` trains such a model.
         param_dtype: compute in this dtype: shards are cast before they are gathered and
             floating-point inputs of the model on entry. Master shards keep their dtype, and
             so do buffers and the parameters of BatchNorm.
@@ -110,6 +126,15 @@ def shard(
             (CUDA for a model on the CPU in an NCCL process group, or on meta in one process).
             Do not move the model afterwards. In `compile_step` it is ``memory="all_host"``, or
             ``"states_host"`` if that is asked for.
+        stages: of a pipeline, by the path of a module its stage, numbered from 0 in the order of
+            the forward. What lies inside of a module is of its stage unless it is named itself.
+        example_inputs: of a pipeline, instead of `stages`: the model's arguments, for a
+            micro-batch, by which stages are found that take equally long. A tuple, or a mapping of
+            keyword arguments.
+        schedule: of a pipeline, what says how many stages a rank has, and which: one of
+            ``gpipe``, ``1f1b``, ``zb_h1`` (one each), ``interleaved``, ``breadth_first``, ``zbv``
+            (two), or a CSV file. It is the one that `compile_step` runs, unless it is told another
+            one with the same stages on each rank.
 
     Returns:
         The same module. In a single process nothing is split and nothing communicates.
@@ -125,8 +150,10 @@ def shard(
     write_no_asserts_without_symbols()
     ignored_ids = {id(parameter) for parameter in ignored}
     _check(model, zero, param_dtype, reduce_dtype, ignored_ids, mesh, gather_group, offload)
+    _check_pipeline(mesh, stages, example_inputs, offload, gather_group, ignored)
     device_type = _device_type(model, mesh, offload)
     mesh = resolve_mesh(mesh, device_type, from_host=offload)
+    holders, pipeline = _holders(model, mesh, stages, example_inputs, schedule), None
     if mesh is not None:
         if offload:
             refuse_without_host_group(mesh)
@@ -138,21 +165,26 @@ def shard(
             "ignored": len(ignored_ids),
             "gather_group": gather_group,
             "offload": offload,
+            "schedule": schedule,
+            **{f"stages of {name}": held for name, held in holders.items()},
         }
         _compare_ranks(model, mesh, settings)
+        if holders:
+            pipeline = make_pipeline(mesh, schedule, holders)
     originals = dict(model.named_parameters())
     optimizers = optimizers_of(originals.values()) if mesh is not None else []
     moves = offload and any(p.device.type not in ("cpu", "meta") for p in originals.values())
-    if mesh is not None and (zero > 0 or moves):
+    splits = zero > 0 or pipeline is not None
+    if mesh is not None and (splits or moves):
         refuse_used_optimizers(originals, optimizers)
         refuse_alive(originals)
-    state = ModelState(zero=zero, number=next_model_number())
+    state = ModelState(zero=zero, number=next_model_number(), pipeline=pipeline)
     apart = gather_group and mesh is not None and zero > 0 and mesh.size(mesh.ndim - 1) > 1
     device = torch.device(device_type if mesh is None else mesh.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     make_spec = _spec_maker(
-        state, mesh, param_dtype, reduce_dtype, apart, device if offload else None
+        state, mesh, param_dtype, reduce_dtype, apart, device if offload else None, holders
     )
     setattr(model, STATE, state)
     specs: dict[str, ParamSpec] = {}
@@ -161,17 +193,29 @@ def shard(
     hand_over(replaced_by, optimizers)
     if mesh is not None:
         groups = [mesh.get_group(axis).group_name for axis in range(mesh.ndim)]
-        buffers = BufferSync(model, groups) if broadcast_buffers and mesh.size() > 1 else None
+        in_stages = pipeline is not None
+        syncs = (broadcast_buffers or in_stages) and mesh.size() > 1
+        buffers = BufferSync(model, groups, in_stages=in_stages) if syncs else None
         state.buffers = buffers or None
     if mesh is not None or offload:
         read_by_name(model, state)
     if param_dtype is not None:
         cast_inputs(model, param_dtype)
     if mesh is not None:
-        if zero > 0:
+        if splits:
             guard(model, mesh)
         return_free_memory()
     return model
+
+
+def shard_alone(model: nn.Module) -> None:
+    """Lay a model out as in a single process at stage 0, whatever process group there is."""
+    state = ModelState(zero=0, number=next_model_number())
+    make_spec = _spec_maker(state, None, None, None, False, None, {})
+    setattr(model, STATE, state)
+    specs: dict[str, ParamSpec] = {}
+    _shard_modules(model, None, torch.device("cpu"), make_spec, specs, set(), False)
+    setattr(model, _SPECS, specs)
 
 
 @contextlib.contextmanager
@@ -249,6 +293,52 @@ def replace_specs(module: nn.Module, specs: dict[str, ParamSpec]) -> None:
         if parameter is not None:
             remember(parameter, spec)
     setattr(module, _SPECS, {name: register(spec) for name, spec in specs.items()})
+
+
+def _check_pipeline(
+    mesh: DeviceMesh | None,
+    stages: Mapping[str, int] | None,
+    example_inputs: Any,
+    offload: bool,
+    gather_group: bool,
+    ignored: Collection[nn.Parameter],
+) -> None:
+    """Refuse a pipeline that cannot be, and settings of one where there is none."""
+    if mesh is None or not has_pipeline(mesh):
+        given = [n for n, v in (("stages", stages), ("example_inputs", example_inputs)) if v]
+        if given:
+            raise ShardingError(
+                f"{given[0]}= is for a mesh with an axis 'pipeline', and the mesh has "
+                f"{'no names' if mesh is None else mesh.mesh_dim_names}. Make one with "
+                "init_device_mesh(device, (2, 4), mesh_dim_names=('pipeline', 'shard'))."
+            )
+        return
+    check_axes(mesh)
+    if (stages is None) == (example_inputs is None):
+        raise ShardingError(
+            "a mesh with an axis 'pipeline' needs stages: pass example_inputs=, by which they are "
+            "found, or stages={'h.0': 0, …}, and not both."
+        )
+    for name, value in (("offload", offload), ("gather_group", gather_group), ("ignored", ignored)):
+        if value:
+            raise ShardingError(f"{name}= and a mesh with an axis 'pipeline': leave out one.")
+
+
+def _holders(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    stages: Mapping[str, int] | None,
+    example_inputs: Any,
+    schedule: str,
+) -> Holders:
+    """The stages that hold each parameter; nothing without a pipeline."""
+    if mesh is None or not has_pipeline(mesh):
+        return {}
+    places = places_of_stages(schedule, mesh.size(0))
+    if stages is not None:
+        return holders_by_name(model, stages, places, schedule)
+    assert pipeline_rooms.find_holders is not None, "`fxzero` says what finds them"
+    return pipeline_rooms.find_holders(model, example_inputs, len(places))
 
 
 def _compare_ranks(model: nn.Module, mesh: DeviceMesh, settings: Mapping[str, object]) -> None:
@@ -359,14 +449,17 @@ def _spec_maker(
     reduce_dtype: torch.dtype | None,
     gathers_apart: bool,
     device: torch.device | None,
+    holders: Holders,
 ) -> Callable[[str, nn.Parameter], ParamSpec]:
     """A function that decides how a parameter is laid out.
 
     Args:
         device: where it is computed with, if its shard is in the host's memory.
+        holders: of a pipeline, the stages that hold each parameter.
     """
     replicated, split = Layout(), Layout()
-    if mesh is not None:
+    layouts = Layouts(state.pipeline, state.zero) if state.pipeline is not None else None
+    if mesh is not None and layouts is None:
         outer = [AxisRole.REPLICATE] * (mesh.ndim - 1)
         replicated = Layout.on(mesh, [*outer, AxisRole.REPLICATE])
         apart = {AxisRole.SHARD: group_beside(mesh, mesh.ndim - 1)} if gathers_apart else None
@@ -375,6 +468,9 @@ def _spec_maker(
         split = Layout.on(mesh, [*outer, AxisRole.SHARD], apart)
 
     def make(name: str, parameter: nn.Parameter) -> ParamSpec:
+        layout = split if state.zero > 0 and parameter.dim() > 0 else replicated
+        if layouts is not None:
+            layout = layouts.of(holders[name], is_scalar=not parameter.dim())
         compute_dtype = parameter.dtype
         if param_dtype is not None and parameter.is_floating_point():
             compute_dtype = param_dtype
@@ -387,7 +483,8 @@ def _spec_maker(
                 dtype=parameter.dtype,
                 compute_dtype=compute_dtype,
                 reduce_dtype=reduce_dtype or compute_dtype,
-                layout=split if state.zero > 0 and parameter.dim() > 0 else replicated,
+                layout=layout,
+                stages=holders.get(name, ()),
                 device=device,
             )
         )
@@ -468,7 +565,7 @@ def _split(
         return full
     values = full.detach().to(device).contiguous()
     torch.distributed.broadcast(values, src=0)
-    if spec.state.zero == 0:
+    if spec.state.zero == 0 and not spec.stages:
         if full.device == (device if spec.device is None else HOST):
             full.detach().copy_(values)
             if spec.device is not None:
@@ -479,19 +576,23 @@ def _split(
         moved = nn.Parameter(values, requires_grad=full.requires_grad)
         vars(moved).update(vars(full))
         return moved
-    if spec.shard_group is not None:
+    if not spec.is_here:
+        values = values.new_empty(spec.local_shape)
+    elif spec.shard_group is not None:
         values = values[spec.local_rows].clone()
     elif values.data_ptr() == full.data_ptr():
         values = values.clone()  # others may keep the full tensor's memory, and write to it
     stride = _contiguous_stride(spec.shape)
+    lies_on = spec.layout.mesh
+    assert lies_on is not None
     if spec.device is not None:
         distributed = dtensor_at_home(
-            at_home(values, spec.device), mesh, spec.layout.placements, spec.shape, stride
+            at_home(values, spec.device), lies_on, spec.layout.placements, spec.shape, stride
         )
     else:
         distributed = DTensor.from_local(
             values,
-            mesh,
+            lies_on,
             spec.layout.placements,
             run_check=False,
             shape=torch.Size(spec.shape),

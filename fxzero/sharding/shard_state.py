@@ -108,6 +108,8 @@ def _take_rows(
 def _rows(full: Tensor, parameter: DTensor) -> Tensor:
     """The part of a full tensor that this rank has of a parameter."""
     local = local_tensor(parameter)
+    if parameter.device_mesh.get_coordinate() is None:  # of another stage of a pipeline
+        return torch.empty_like(local)
     part = full.detach()
     for axis, placement in enumerate(parameter.placements):
         if isinstance(placement, Shard):

@@ -26,7 +26,7 @@ from fxzero._compat import (
     without_torch_function,
 )
 from fxzero.ranks.lost import explaining
-from fxzero.sharding.local_data import assign, describes, sets_data
+from fxzero.sharding.local_data import assign, describes, refuse_elsewhere, sets_data
 from fxzero.sharding.whereabouts import in_compiler
 from fxzero.sharding.whole_value import (
     COPIES,
@@ -83,12 +83,23 @@ class ShardedValue(DTensor):
         with without_torch_function():
             if in_compiler():
                 return func(*args, **(kwargs or {}))
+            refuse_elsewhere(func, args)
             if func is unscale_function():
                 return func(sorted(args[0], key=_is_replicated), *args[1:])
             if sets_data(func):
                 assign(args[0], args[1])
                 return None
             return on_values(func, args, kwargs or {})
+
+    def full_tensor(self, **settings: Any) -> Tensor:
+        """The whole value, of a tensor that this rank has a part of: a collective."""
+        refuse_elsewhere(DTensor.full_tensor, (self,))
+        return super().full_tensor(**settings)
+
+    def redistribute(self, *args: Any, **settings: Any) -> DTensor:
+        """The same in another layout: a collective."""
+        refuse_elsewhere(DTensor.redistribute, (self,))
+        return super().redistribute(*args, **settings)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy this rank's part."""
