@@ -11,6 +11,7 @@ from fxzero.passes.draw_masks import DrawMasks
 from fxzero.passes.expand_layers import ExpandLayers
 from fxzero.passes.gather_ahead import GatherAhead
 from fxzero.passes.join_copies import JoinCopies
+from fxzero.passes.join_stages import JoinStages
 from fxzero.passes.lower_kernels import LowerKernels
 from fxzero.passes.lower_regions import LowerRegions
 from fxzero.passes.lower_transfers import LowerTransfers
@@ -19,6 +20,7 @@ from fxzero.passes.offload_disk import OffloadDisk
 from fxzero.passes.offload_params import OffloadParams
 from fxzero.passes.offload_shards import OffloadShards
 from fxzero.passes.offload_states import OffloadStates
+from fxzero.passes.order_micro_batches import OrderMicroBatches
 from fxzero.passes.outline import Outline
 from fxzero.passes.prefetch import Prefetch
 from fxzero.passes.recompute import Recompute
@@ -26,6 +28,7 @@ from fxzero.passes.release_saved import ReleaseSaved
 from fxzero.passes.shard_grads import ShardGrads
 from fxzero.passes.shard_params import ShardParams
 from fxzero.passes.slab import Slab
+from fxzero.passes.split_stages import SplitStages
 from fxzero.passes.stamp import StampNodes
 from fxzero.passes.tile_linear import TileLinear
 from fxzero.passes.update import Update
@@ -41,6 +44,7 @@ __all__ = [
     "Fact",
     "GatherAhead",
     "JoinCopies",
+    "JoinStages",
     "LowerKernels",
     "LowerRegions",
     "LowerTransfers",
@@ -50,6 +54,7 @@ __all__ = [
     "OffloadParams",
     "OffloadShards",
     "OffloadStates",
+    "OrderMicroBatches",
     "Outline",
     "Pass",
     "Prefetch",
@@ -58,6 +63,7 @@ __all__ = [
     "ShardGrads",
     "ShardParams",
     "Slab",
+    "SplitStages",
     "StampNodes",
     "TileLinear",
     "Update",

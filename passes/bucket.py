@@ -210,6 +210,10 @@ class Carried:
     params: tuple[str, ...]
     """By name, in order."""
     full_bytes: int
+    stage: int = 0
+    """Of a pipeline, the stage whose parameters it moves."""
+    half: int = 0
+    """Of its backward, if that is run in two."""
 
 
 @dataclass(frozen=True)
@@ -334,6 +338,8 @@ class Bucket(DecidingPass[Buckets]):
                                 lane=lane,
                                 phase=segment.phase,
                                 micro_step=segment.micro_step,
+                                stage=segment.stage,
+                                half=segment.half,
                                 axis=axis,
                                 params=tuple(_label(graph, t) for t in members),
                                 full_bytes=sum(t.record.full_bytes for t in members),
@@ -350,7 +356,11 @@ class Bucket(DecidingPass[Buckets]):
         """
         wanted: dict[tuple[Lane, Segment, int], list[Carried]] = {}
         for bucket in decision.buckets:
-            place = (bucket.lane, Segment(bucket.phase, bucket.micro_step), bucket.axis)
+            place = (
+                bucket.lane,
+                Segment(bucket.phase, bucket.micro_step, bucket.stage, bucket.half),
+                bucket.axis,
+            )
             wanted.setdefault(place, []).append(bucket)
         found = self._movable(graph, ctx)
         del ctx.scratch[self.name]  # it is not true of what comes now

@@ -12,6 +12,7 @@ are not finite tell the update to leave everything as it is.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -27,6 +28,7 @@ from fxzero.ranks.groups import Group
 from fxzero.runtime import updates
 from fxzero.runtime.finite import Finite
 from fxzero.sharding.layout import Axis, AxisRole
+from fxzero.sharding.pipeline import Pipeline
 from fxzero.transfer import TransferKind
 
 _aten = torch.ops.aten
@@ -41,18 +43,26 @@ def shard_groups(graph: StepGraph, keys: list[str]) -> list[Group]:
 
 def take_norm(graph: StepGraph, chosen: list[Ready], order: list[str]) -> tuple[fx.Node, fx.Node]:
     """Emit the norms of all gradients, in the order of parameters, and their total."""
-    value = chosen[0].grads[0].meta["val"]
+    assert graph.loss is not None
+    loss = graph.output_values[graph.loss]
+    value = (chosen[0].grads[0] if chosen else loss).meta["val"]
 
     def call(target: Any, args: tuple[Any, ...], *shape: int) -> fx.Node:
         with _mode(graph):
             empty = value.new_empty(shape)
         return graph.call(target, args, stamp=_STAMP, value=empty)
 
+    if not chosen:  # a stage of a pipeline with nothing to train
+        every = call(updates.no_norms, (loss,), 0)
+        assert graph.pipeline is not None
+        return every, _norm_of_stages(graph, graph.pipeline, every, order, [], call)
     parts = [call(updates.norms, (ready.grads,), len(ready.grads)) for ready in chosen]
     keys = [key for ready in chosen for key in ready.keys]
     positions = {key: i for i, key in enumerate(keys)}
     every = call(updates.in_order, (parts, [positions[key] for key in order]), len(order))
     groups = shard_groups(graph, order)
+    if graph.pipeline is not None:
+        return every, _norm_of_stages(graph, graph.pipeline, every, order, groups, call)
     if not groups:
         return every, call(_aten.linalg_vector_norm.default, (every,))
     (group,) = groups
@@ -62,6 +72,39 @@ def take_norm(graph: StepGraph, chosen: list[Ready], order: list[str]) -> tuple[
     joined = emit_transfer(graph, squares, record, replace(_STAMP, bucket="norm"), "norm")
     replicated = [i for i in range(len(order)) if i not in set(sharded)]
     return every, call(updates.total_norm, (every, joined, replicated))
+
+
+def _norm_of_stages(
+    graph: StepGraph,
+    pipeline: Pipeline,
+    every: fx.Node,
+    order: list[str],
+    groups: list[Group],
+    call: Callable[..., fx.Node],
+) -> fx.Node:
+    """The total over all stages of a pipeline; the first of several that hold a parameter counts
+    it."""
+    counted = [
+        i
+        for i, k in enumerate(order)
+        if pipeline.place_of[graph.specs[k].stages[0]] == pipeline.place
+    ]
+    sharded = [i for i in counted if graph.specs[order[i]].shard_group is not None]
+    whole = [i for i in counted if graph.specs[order[i]].shard_group is None]
+    squares = call(updates.sum_of_squares, (every, sharded), 1)
+    if groups:
+        (group,) = groups
+        record = record_for(TransferKind.ALL_REDUCE, Axis(AxisRole.SHARD, group), squares, "sum")
+        squares = emit_transfer(graph, squares, record, replace(_STAMP, bucket="norm"), "norm")
+    with _mode(graph):
+        value = every.meta["val"].new_empty(1, dtype=torch.float64)
+    own = graph.call(updates.add_squares, (every, squares, whole), stamp=_STAMP, value=value)
+    record = record_for(
+        TransferKind.ALL_REDUCE, Axis(AxisRole.PIPELINE, pipeline.group), own, "sum"
+    )
+    stamp = replace(_STAMP, bucket="norm_of_stages")
+    joined = emit_transfer(graph, own, record, stamp, "norm_of_stages")
+    return call(updates.norm_of_stages, (joined, every))
 
 
 def _mode(graph: StepGraph) -> Any:
@@ -100,7 +143,7 @@ class ClipGrads(Pass):
         chosen = ready_together(graph, ctx.optimizer)
         found = {key for ready in chosen for key in ready.keys}
         order = [key for key in ctx.optimizer.parameters if key in found]
-        if not order:
+        if not order and graph.pipeline is None:
             return Notes()
         with graph.graph.inserting_before(graph.output):
             every, total = take_norm(graph, chosen, order)

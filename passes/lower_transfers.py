@@ -86,7 +86,9 @@ def lower_transfer(transfer: TransferNodes) -> None:
 
 def runs_on_gloo(transfer: TransferNodes) -> bool:
     """Whether a transfer that a pass has made goes over gloo."""
-    return not _is_own(transfer) and not transfer.is_copy and _goes_over_gloo(transfer)
+    if _is_own(transfer) or transfer.is_copy or transfer.is_message:
+        return False
+    return _goes_over_gloo(transfer)
 
 
 def _is_own(transfer: TransferNodes) -> bool:

@@ -51,14 +51,15 @@ def read_again(graph: StepGraph) -> None:
     A cast or a view that forward made of it would be one of the values that a piece returns, and
     keep the parameter.
     """
-    backward = Segment(Phase.BACKWARD)
     for marker in list(graph.nodes(role=Role.UNSHARD)):
         spec = graph.specs[stamp_of(marker).params[0]]
         if is_needed_again(graph, spec, shard_source(marker.all_input_nodes[0])):
-            needed = first_use(derived(marker), backward)
-            if needed is not None:
-                with graph.graph.inserting_before(needed):
-                    read_in(graph, marker, marker, backward)
+            for half in (0, 1):
+                backward = Segment(Phase.BACKWARD, stage=stamp_of(marker).stage, half=half)
+                needed = first_use(derived(marker), backward)
+                if needed is not None:
+                    with graph.graph.inserting_before(needed):
+                        read_in(graph, marker, marker, backward)
 
 
 def move_markers(graph: StepGraph) -> Collection[fx.Node]:

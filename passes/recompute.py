@@ -45,6 +45,7 @@ from fxzero.passes.repeat_values import (
     keep_states,
     release_unread,
     repeat_in_backward,
+    repeat_where_read,
 )
 from fxzero.passes.stamp import sink_backward
 from fxzero.schedule.forward_values import (
@@ -280,6 +281,8 @@ class Recompute(DecidingPass[Repetitions]):
         if made:
             release_unread(graph, made)
             sink_backward(graph)
+            if graph.pipeline is not None:
+                repeat_where_read(made.values())
         parts = {"in_parts": len(decision.parts)} if decision.parts else {}
         drawn = {"drawn_again": len(states)} if states else {}
         return Notes(

@@ -9,7 +9,7 @@ What shall be repeated is decided in `fxzero.passes.recompute`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -184,3 +184,12 @@ def _state_like(graph: StepGraph, device: str) -> Tensor:
         return torch.empty(STATE_BYTES[device], dtype=torch.uint8)
     with graph.fake_mode:
         return torch.empty(STATE_BYTES[device], dtype=torch.uint8)
+
+
+def repeat_where_read(nodes: Iterable[fx.Node]) -> None:
+    """Let what is repeated be part of the stage, and of the half of a backward, that reads it."""
+    for node in sorted(nodes, reverse=True):
+        readers = [stamp_of(user) for user in node.users if user.op != "output"]
+        if readers:
+            first = min(readers, key=lambda stamp: (-stamp.stage, stamp.half))
+            set_stamp(node, stamp_of(node).but(stage=first.stage, half=first.half))

@@ -96,7 +96,7 @@ def reduce(
         if padded:
             rows = spec.local_shape[0]
             part = graph.call(_aten.slice.Tensor, (part, 0, 0, rows), stamp=finish)
-            if spec.replica_groups:
+            if len(spec.reduced_over) > 1:
                 part = graph.call(_aten.clone.default, (part,), stamp=finish)
     if part.meta["val"].dtype != spec.dtype:
         part = graph.call(_aten._to_copy.default, (part,), {"dtype": spec.dtype}, stamp=finish)
@@ -124,7 +124,7 @@ def place_block_reductions(graph: StepGraph, spec: ParamSpec, node: fx.Node) -> 
     """Reduce the gradients of a parameter's blocks; return what leaves the graph."""
     parts: dict[str, list[Partial]] = {}
     for term in accumulated(node):
-        segment = Segment(Phase.BACKWARD, stamp_of(term).micro_step)
+        segment = stamp_of(term).segment
         for marker in block_markers(graph, term):
             found = parts.setdefault(stamp_of(marker).params[0], [])
             found.append(Partial([marker], [marker.all_input_nodes[0]], segment))
@@ -186,7 +186,7 @@ def partials(graph: StepGraph, node: fx.Node, marked: bool) -> list[Partial]:
     for term in accumulated(node):
         markers = full_gradients(term) if marked else []
         grads = [marker.all_input_nodes[0] for marker in markers] or [term]
-        segment = Segment(Phase.BACKWARD, stamp_of(term).micro_step)
+        segment = stamp_of(term).segment
         found.append(Partial(markers, grads, segment))
     return found
 
@@ -217,6 +217,8 @@ def place_reductions(graph: StepGraph, spec: ParamSpec, parts: list[Partial]) ->
             params=(spec.key,),
             made_by="shard_grads",
             micro_step=part.segment.micro_step,
+            stage=part.segment.stage,
+            half=stamp_of(anchor).half,
         )
         stamp = compute.but(lane=Lane.REDUCE, layer=spec.layer)
         origin = part.markers[0] if part.markers else anchor
@@ -336,7 +338,7 @@ class ShardGrads(Pass):
             full.append(node)
             if stamp_of(values[position]).role is Role.KEEP:
                 kept += 1
-            elif spec.shard_group is not None or spec.replica_groups:
+            elif spec.reduced_over:
                 reduced += 1
         graph.set_output_values(values)
         _erase_unused(graph, full)

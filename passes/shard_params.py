@@ -124,6 +124,8 @@ def read_in(graph: StepGraph, node: fx.Node, full: fx.Node, segment: Segment) ->
                     stamp_of(needed).but(
                         phase=segment.phase,
                         micro_step=segment.micro_step,
+                        stage=segment.stage,
+                        half=segment.half,
                         made_by="shard_params",
                         again=needed.name,
                     ),
@@ -288,6 +290,8 @@ def place_gathers(
             params=(spec.key,),
             made_by="shard_params",
             micro_step=segment.micro_step,
+            stage=segment.stage,
+            half=segment.half,
         )
         with queue.before(graph, needed, values), graph.made_for(marker):
             full = emit_gathers(graph, source, spec, stamp)

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxzero.errors import CaptureError
-from fxzero.graph import Phase, Role, Stamp, StepGraph
+from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
 from fxzero.graph.launch import (
     LANES,
     WAIT_OF_CALL,
@@ -83,7 +83,8 @@ def sink_backward(graph: StepGraph) -> int:
     late: set[fx.Node] = set()
     backward = list(graph.nodes(phase=Phase.BACKWARD))
     tangents = {n for n in graph.graph.find_nodes(op="placeholder") if _is_tangent(n)}
-    dependent = set(tangents)
+    dependent = set(tangents)  # and on what other stages of a pipeline give
+    dependent.update(node for node in backward if stamp_of(node).lane is Lane.RECEIVE)
     for node in backward:
         if not dependent.isdisjoint(node.all_input_nodes):
             dependent.add(node)

@@ -91,6 +91,7 @@ class Compilation:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """AOTAutograd's partitioner: run the joint passes and cut."""
         graph = self.read(module, num_fwd_outputs)
+        _refuse_stages(graph)
         self.schedule(graph)
         sides = self.cut(graph)
         return sides.forward.module, sides.backward.module
@@ -336,6 +337,7 @@ class Compilation:
         """AOTAutograd's compiler of a graph without backward."""
         output = next(iter(reversed(module.graph.nodes)))
         graph = self.read(module, len(output.args[0]))
+        _refuse_stages(graph)
         self.schedule(graph)
         call = self.lower_side(module, inputs)
         _compat.return_free_memory()
@@ -350,6 +352,12 @@ class Compilation:
             if self.config.strict:
                 raise ConfigError(f"{message} (an error because strict=True)")
             warnings.warn(message, FxZeroWarning, stacklevel=2)
+
+
+def _refuse_stages(graph: StepGraph) -> None:
+    """See that no stage of a pipeline is in a graph of the ordinary loop."""
+    for spec in graph.specs.values():
+        spec.refuse_outside_of_a_step()
 
 
 def _waiting(one: Pass) -> Pass:

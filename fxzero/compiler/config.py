@@ -24,6 +24,7 @@ from fxzero.passes import (
     OffloadActivations,
     OffloadParams,
     OffloadStates,
+    OrderMicroBatches,
     Prefetch,
     Recompute,
     Slab,
@@ -158,6 +159,7 @@ class Config:
     lower_kernels: LowerKernels = field(default_factory=LowerKernels)
     recompute: Recompute = field(default_factory=Recompute)
     tile_linear: TileLinear = field(default_factory=TileLinear)
+    order_micro_batches: OrderMicroBatches = field(default_factory=OrderMicroBatches)
     bucket: Bucket = field(default_factory=Bucket)
     prefetch: Prefetch = field(default_factory=Prefetch)
     offload_states: OffloadStates = field(default_factory=OffloadStates)

@@ -24,6 +24,7 @@ from fxzero.passes import (
     ExpandLayers,
     GatherAhead,
     JoinCopies,
+    JoinStages,
     LowerKernels,
     LowerRegions,
     LowerTransfers,
@@ -32,6 +33,7 @@ from fxzero.passes import (
     OffloadParams,
     OffloadShards,
     OffloadStates,
+    OrderMicroBatches,
     Outline,
     Pass,
     Prefetch,
@@ -40,6 +42,7 @@ from fxzero.passes import (
     ShardGrads,
     ShardParams,
     Slab,
+    SplitStages,
     StampNodes,
     TileLinear,
     Update,
@@ -48,16 +51,19 @@ from fxzero.passes.decision import DecidingPass
 
 SCHEDULING: tuple[type[Pass], ...] = (
     StampNodes,
+    SplitStages,
     LowerKernels,
     DrawMasks,
     Recompute,
     TileLinear,
     Outline,
     Accumulate,
+    OrderMicroBatches,
     ShardParams,
     ShardGrads,
     ExpandLayers,
     Bucket,
+    JoinStages,
     ClipGrads,
     Update,
     OffloadShards,
@@ -112,6 +118,7 @@ def step_passes(
     *,
     scaled: bool = False,
     unroll: str = "",
+    pipelined: bool = False,
 ) -> Pipelines:
     """The passes of a graph that ends in the update.
 
@@ -119,6 +126,7 @@ def step_passes(
         max_norm: what gradients are clipped to.
         scaled: whether the loss is scaled.
         unroll: why the graph must hold all micro-batches; empty if it need not.
+        pipelined: whether the model is in stages.
 
     Raises:
         ConfigError: no such number of micro-batches, or norm.
@@ -132,16 +140,19 @@ def step_passes(
             offloaded=bool(config.offload_states.share),
         ),
         Accumulate(micro_batches, unroll),
+        SplitStages(config.order_micro_batches.schedule),
         ClipGrads(max_norm=max_norm, unscale=scaled, stop_unless_finite=stop),
         JoinCopies(config.offload_params.in_flight),
         OffloadDisk(config.host_budget_bytes, config.host_budget, config.disk),
     ]
     if config.cuda_graph:  # it replays the same memory: nothing can be in flight between two steps
         own.append(replace(config.gather_ahead, enabled=False))
-    return _pipelines(config, Door.STEP, own)
+    return _pipelines(config, Door.STEP, own, pipelined=pipelined)
 
 
-def _pipelines(config: Config, door: Door, own: Iterable[Pass] = ()) -> Pipelines:
+def _pipelines(
+    config: Config, door: Door, own: Iterable[Pass] = (), *, pipelined: bool = False
+) -> Pipelines:
     given = {type(one): one for one in own}
     unused: set[type[Pass]] = set()
     if not config.tile_linear.max_bytes:
@@ -156,6 +167,8 @@ def _pipelines(config: Config, door: Door, own: Iterable[Pass] = ()) -> Pipeline
         unused.add(OffloadActivations)
     if not config.holds_on_disk:
         unused.add(OffloadDisk)
+    if not pipelined:
+        unused |= {SplitStages, JoinStages}
     if not config.offloads and door is Door.STEP:
         unused.add(JoinCopies)
 

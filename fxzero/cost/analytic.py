@@ -266,6 +266,11 @@ class AnalyticCosts:
         """See `CostModel`. The ranks of a group fill nodes one after the other."""
         if transfer.kind is TransferKind.COPY:
             return TransferCost(self._copy_us(transfer))
+        if transfer.kind in (TransferKind.SEND, TransferKind.RECEIVE):
+            # A pipeline is a mesh's outermost axis: its neighbours are on other nodes.
+            link = self.cluster.inter if self.cluster.num_nodes > 1 else self.cluster.intra
+            us = link.latency_us + transfer.full_bytes / link.bytes_per_s * 1e6
+            return TransferCost(us, link.host_us + transfer.full_bytes * link.host_s_per_byte * 1e6)
         size = transfer.size
         if size <= 1:
             return TransferCost(0.0)

@@ -181,7 +181,7 @@ class MeasuredCosts:
 
     def transfer(self, transfer: Transfer) -> TransferCost:
         """See `CostModel`."""
-        if transfer.kind is TransferKind.COPY:
+        if transfer.kind in (TransferKind.COPY, TransferKind.SEND, TransferKind.RECEIVE):
             return self.base.transfer(transfer)
         if transfer.size <= 1 or not dist.is_initialized():
             return TransferCost(0.0)

@@ -108,6 +108,8 @@ def wrong_calls(graph: StepGraph) -> Iterator[Finding]:
             continue
         if record.kind is TransferKind.COPY:
             continue  # see `fxzero.graph.lanes`
+        if record.kind in (TransferKind.SEND, TransferKind.RECEIVE):
+            continue  # see `fxzero.graph.messages`
         if stamp_of(launch).made_by == "capture":
             found = record_of_call(launch)
             said = str(record)

@@ -32,6 +32,8 @@ LANES = {
     TransferKind.REDUCE_SCATTER: Lane.REDUCE,
     TransferKind.ALL_REDUCE: Lane.REDUCE,
     TransferKind.ALL_TO_ALL: Lane.ALL_TO_ALL,
+    TransferKind.SEND: Lane.SEND,
+    TransferKind.RECEIVE: Lane.RECEIVE,
 }
 """Where transfers run."""
 

@@ -94,8 +94,8 @@ def _of_parameters(graph: StepGraph) -> list[Along]:
 def _of_parameter(graph: StepGraph, key: str) -> Sets:
     """All ranks of its mesh."""
     layout = graph.specs[key].layout
-    if layout.mesh is not None:
-        return (frozenset(range(layout.mesh.size())),)  # which are those of the world
+    if layout.ranks:
+        return (layout.ranks,)
     return tuple(axis.group.ranks for axis in layout.axes)
 
 

@@ -25,10 +25,13 @@ class Phase(StrEnum):
 
 
 class Segment(NamedTuple):
-    """A stretch of the step that runs from end to end: one phase of one micro-step."""
+    """A stretch of the step that runs from end to end: one phase of one micro-step, of one
+    stage, or a half of it."""
 
     phase: Phase
     micro_step: int = 0
+    stage: int = 0
+    half: int = 0
 
 
 class Lane(StrEnum):
@@ -38,6 +41,9 @@ class Lane(StrEnum):
     GATHER = "gather"
     REDUCE = "reduce"
     ALL_TO_ALL = "all_to_all"
+    SEND = "send"
+    """What a stage of a pipeline gives to the next one, or back to the one before."""
+    RECEIVE = "receive"
     H2D = "h2d"
     """Copies from the host's memory to the device."""
     D2H = "d2h"
@@ -113,6 +119,10 @@ class Stamp:
     """For a recomputed node: the name of the node that it repeats."""
     micro_step: int = 0
     """Which of the step's micro-batches it works on."""
+    stage: int = 0
+    """Of a pipeline, the stage that it is part of."""
+    half: int = 0
+    """Of a backward that is run in two halves: 1 in the one for which no other stage waits."""
     transfer: Transfer | None = None
     """What a launch starts."""
     pool: Pool = Pool.DEVICE
@@ -138,7 +148,7 @@ class Stamp:
     @property
     def segment(self) -> Segment:
         """The stretch of the step that it belongs to."""
-        return Segment(self.phase, self.micro_step)
+        return Segment(self.phase, self.micro_step, self.stage, self.half)
 
 
 def stamp_of(node: fx.Node) -> Stamp:

@@ -24,7 +24,9 @@ from fxzero.graph.left_out import LeftOut
 from fxzero.graph.node_text import node_line
 from fxzero.graph.pieces import Pieces, called
 from fxzero.graph.stamps import STAMP, Lane, Phase, Role, Segment, Stamp, set_stamp, stamp_of
+from fxzero.pipeline.tables import Action
 from fxzero.sharding.params import ParamSpec
+from fxzero.sharding.pipeline import Pipeline
 from fxzero.transfer import Transfer, TransferKind
 
 
@@ -66,6 +68,11 @@ class TransferNodes:
     def is_copy(self) -> bool:
         """Whether it moves something between this rank's own pools."""
         return self.record.kind is TransferKind.COPY
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is one half of what a stage of a pipeline gives to another."""
+        return self.record.kind in (TransferKind.SEND, TransferKind.RECEIVE)
 
     @property
     def is_placed(self) -> bool:
@@ -132,6 +139,12 @@ class StepGraph:
         """The norm of all gradients."""
         self.steady_runs = 1
         """How many micro-steps the fourth of five stands for: see `fxzero.graph.steady`."""
+        self.pipeline: Pipeline | None = None
+        """The pipeline of whose stages it holds some."""
+        self.row: tuple[Action, ...] = ()
+        """Of a pipeline, what this rank does, in order."""
+        self.in_common = ""
+        """Of a pipeline, a digest of what its stages must see alike: what travels between them."""
         self.blocks: dict[str, tuple[str, ...]] = {}
         """By a parameter that travels block by block, the blocks whose gradients are its own: see
         the pass `tile_linear`."""
@@ -234,7 +247,9 @@ class StepGraph:
     def segments(self) -> list[Segment]:
         """The forwards and backwards of the step, in the order in which they run."""
         found = dict.fromkeys(stamp_of(node).segment for node in self.nodes())
-        inside = (segment for segment in found if segment.phase is not Phase.OPTIMIZER)
+        inside = [segment for segment in found if segment.phase is not Phase.OPTIMIZER]
+        if self.row:
+            return inside  # they stand in the order of the schedule
         return sorted(inside, key=lambda s: (s.micro_step, s.phase is Phase.BACKWARD))
 
     def call(
@@ -330,6 +345,7 @@ class StepGraph:
         )
         other.pieces = self.pieces
         other.steady_runs = self.steady_runs
+        other.pipeline, other.row, other.in_common = self.pipeline, self.row, self.in_common
         other.blocks = dict(self.blocks)
         other.left_out = [chain.moved(copies) for chain in self.left_out]
         for name in ("scale", "norm", "skip"):

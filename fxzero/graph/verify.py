@@ -16,6 +16,7 @@
                   which do not start before
     lanes         what runs beside compute is waited for before it is read, or before what it
                   reads is changed; no place in the host's memory is given twice
+    messages      what stages of a pipeline send is what their records say
     slabs         nor any place in a slab, until nothing reads what is there
     randomness    a random node is never run twice, but from the state that its generator had
     parts         what is gathered again is what was cut, over the ranks that it was cut for
@@ -51,6 +52,7 @@ from fxzero.graph.belongings import (
 from fxzero.graph.blocks import block_of, shards_side_by_side, wrong_blocks, wrong_columns
 from fxzero.graph.constants import mismatch
 from fxzero.graph.lanes import wrong_lanes
+from fxzero.graph.messages import wrong_messages
 from fxzero.graph.node_text import node_line, source_line
 from fxzero.graph.operators import is_random
 from fxzero.graph.slabs import wrong_slabs
@@ -58,6 +60,8 @@ from fxzero.graph.stamps import Lane, Role, has_stamp, stamp_of
 from fxzero.graph.step_graph import StepGraph
 from fxzero.graph.streamed_states import overwritten_by
 
+_BEFORE_SUM_TIED = ("shard_grads", "expand_layers", "bucket")
+"""Passes behind which stages of a pipeline have not added up the gradients of what they share."""
 _RELEASES = (torch.ops.fxzero.release.default, torch.ops.fxzero.release_saved.default)
 
 
@@ -80,6 +84,7 @@ def verify(graph: StepGraph, facts: Iterable[str], *, after: str) -> None:
     if "stamped" in known:
         check_waits(graph, after)
         _none_of(graph, after, wrong_parts(graph))
+        _none_of(graph, after, wrong_messages(graph))
         if "cut" not in known:
             _none_of(graph, after, wrong_calls(graph))
     if known & {"gathered", "reduced", "cut"}:
@@ -301,7 +306,9 @@ def _check_reduced(graph: StepGraph, node: fx.Node, key: str, steps: list[int], 
             _check_reduced(graph, part, block_of(part), steps, after)
         return
     spec = graph.specs[key]
-    expected = [g.name for g in (spec.shard_group, *spec.replica_groups) if g is not None]
+    expected = [group.name for group in spec.reduced_over]
+    if spec.layout.tied is not None and after not in _BEFORE_SUM_TIED:
+        expected.append(spec.layout.tied.name)
     found = _reductions(node)
     if found is None:
         return  # kept whole on purpose, by no_sync

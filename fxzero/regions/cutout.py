@@ -89,7 +89,8 @@ def runs(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
 def same_region(node: fx.Node, other: fx.Node) -> bool:
     """Whether two lowerable nodes, one after the other, are of one region."""
     mine, theirs = stamp_of(node), stamp_of(other)
-    return (mine.layer, mine.micro_step) == (theirs.layer, theirs.micro_step)
+    places = [(stamp.layer, stamp.micro_step, stamp.stage, stamp.half) for stamp in (mine, theirs)]
+    return places[0] == places[1]
 
 
 def end_of_run(node: fx.Node) -> fx.Node:

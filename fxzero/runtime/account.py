@@ -17,6 +17,7 @@ from fxzero.graph.stamps import stamp_of
 from fxzero.graph.steady import runs_of
 from fxzero.ranks.agree import Account, channel_of
 from fxzero.ranks.places import user_line
+from fxzero.sharding.layout import BETWEEN_STAGES
 from fxzero.transfer import Transfer, TransferKind
 
 
@@ -25,6 +26,8 @@ def collectives_digest(graph: StepGraph) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for node in _launches(graph):
         stamp, record = stamp_of(node), _record_of(node)
+        if record.axis in BETWEEN_STAGES:
+            continue  # of which ranks of other stages run others: see `StepGraph.in_common`
         words = [stamp.phase.value, stamp.role.value, _name(node.target), *stamp.params]
         words += [str(graph.specs[k].shape) for k in stamp.params if k in graph.specs]
         # Not the group's name: ranks of other groups along the same axis have names of their own.
@@ -43,12 +46,22 @@ def account_of(graph: StepGraph) -> Account | None:
     Nor does it in a fake process group.
     """
     launches = _launches(graph)
-    named = dict.fromkeys(_record_of(node).group for node in launches)
+    records = [_record_of(node) for node in launches]
+    named = dict.fromkeys(r.group for r in records if r.axis not in BETWEEN_STAGES)
     groups = tuple(name for name in named if channel_of(name) is not None)
-    if not groups:
+    stages: tuple[str, ...] = ()
+    if graph.pipeline is not None and channel_of(graph.pipeline.group.name) is not None:
+        stages = (graph.pipeline.group.name,)
+    if not groups and not stages:
         return None
-    digest = bytes.fromhex(collectives_digest(graph))
-    return Account(digest, groups, _about(graph), at_once=any(map(_is_untagged, launches)))
+    return Account(
+        bytes.fromhex(collectives_digest(graph)),
+        groups,
+        _about(graph),
+        at_once=any(map(_is_untagged, launches)),
+        stages=stages,
+        in_common=bytes.fromhex(graph.in_common) if stages else b"",
+    )
 
 
 def _launches(graph: StepGraph) -> list[fx.Node]:

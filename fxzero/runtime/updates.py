@@ -265,9 +265,26 @@ def in_order(parts: list[Tensor], order: list[int]) -> Tensor:
     return joined if order == list(range(len(order))) else joined[order]
 
 
+def no_norms(like: Tensor) -> Tensor:
+    """The norms of no gradients: (0,)."""
+    return like.new_empty(0)
+
+
 def sum_of_squares(norms: Tensor, positions: list[int]) -> Tensor:
     """The part of the squared total norm that this rank's shards hold: (1,)."""
     return norms[positions].square().sum().reshape(1)
+
+
+def add_squares(norms: Tensor, squares: Tensor, positions: list[int]) -> Tensor:
+    """What one stage of a pipeline adds to the squared total norm: (1,), in float64, in which
+    stages of any dtype meet."""
+    total = squares + sum_of_squares(norms, positions) if positions else squares
+    return total.double()
+
+
+def norm_of_stages(squares: Tensor, norms: Tensor) -> Tensor:
+    """The norm of all stages' gradients, in the dtype of this one's."""
+    return squares.squeeze(0).sqrt().to(norms.dtype)
 
 
 def total_norm(norms: Tensor, sharded: Tensor, replicated: list[int]) -> Tensor:

@@ -77,8 +77,13 @@ def compile_graph(
     }
     decompositions = decompositions_of(config)
     context = Context(optimizer=layout, decompositions=decompositions, replays=config.cuda_graph)
-    pipelines = partial(step_passes, config, micro_batches, clip_grad_norm, scaled=scaled)
-    compilation = Compilation(config, pipelines(), plain=plain, context=context)
+    pipelined = any(spec.stages for spec in specs.values())
+    pipelines = partial(
+        step_passes, config, micro_batches, clip_grad_norm, scaled=scaled, pipelined=pipelined
+    )
+    unroll = "each micro-step has its own place in the schedule" if pipelined else ""
+    compilation = Compilation(config, pipelines(unroll=unroll), plain=plain, context=context)
+    compilation.every_layer |= pipelined
     with _compat.collecting_only_new_objects():
         refuse_writes(module, example_inputs)
         use_markers(module, example_inputs)
@@ -105,7 +110,7 @@ def compile_graph(
             compilation.context.warnings.append(
                 "stop_unless_finite has no effect in fp16, where such a step is skipped"
             )
-        spare = graph.clone() if micro_batches > UNROLLED else None
+        spare = graph.clone() if micro_batches > UNROLLED and not pipelined else None
         try:
             compilation.schedule(graph)
             call = compilation.lower_whole(graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fxzero._compat import pytree
+from fxzero._compat import is_fake, pytree
 from fxzero.compiler.config import Config, MemoryPreset
 from fxzero.errors import BatchError, ConfigError
+from fxzero.ranks.agree import channel_of
 from fxzero.settings import Auto
 from fxzero.sharding.host import refuse_group_of_device
 from fxzero.sharding.params import ParamSpec
+from fxzero.sharding.pipeline import Pipeline
 
 
 def check_micro_batches(count: int) -> int:
@@ -72,6 +75,62 @@ def refuse_without_group_for_state(config: Config, specs: Mapping[str, ParamSpec
 
 
 _STATE_THERE = "offload_states.update=device keeps optimizer state"
+
+
+def refuse_beside_pipeline(config: Config, specs: Mapping[str, ParamSpec], kernels: object) -> None:
+    """See that nothing is asked of a pipeline that it cannot do.
+
+    Raises:
+        ConfigError: a setting that is not there yet for stages, or an optimizer without a fused
+            update.
+    """
+    if not any(spec.stages for spec in specs.values()):
+        return
+    asked = {
+        config.offloads: bool(config.offloads),
+        f"memory_budget={config.memory_budget}": config.budget is not None,
+        "cuda_graph=True": config.cuda_graph,
+        f"plan={config.plan!r}": bool(config.plan),
+        "tile_linear": bool(config.filled.tile_linear.max_bytes),
+        "slab.enabled=True": config.slab.enabled,
+    }
+    wrong = [name for name, is_asked in asked.items() if is_asked]
+    if wrong:
+        raise ConfigError(
+            f"{wrong[0]} and a model in stages of a pipeline: this is not there yet. Drop the "
+            "setting, or the mesh's axis 'pipeline'."
+        )
+    if not kernels:
+        raise ConfigError(
+            "the optimizer runs its own step(), which a pipeline does not: each rank has gradients "
+            "of its own stages alone. Use SGD, Adam, AdamW or Adagrad."
+        )
+
+
+def refuse_other_batch(pipeline: Pipeline, arguments: Any) -> None:
+    """See that all stages of a pipeline are given the same batch. A collective.
+
+    Raises:
+        BatchError: they are not; on all of them.
+    """
+    channel = channel_of(pipeline.group.name)
+    tensors = [v for v in pytree.tree_leaves(arguments) if isinstance(v, Tensor)]
+    if channel is None or any(map(is_fake, tensors)):
+        return
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        values = tensor.detach().cpu().contiguous()
+        digest.update(f"{tuple(values.shape)} {values.dtype}".encode())
+        digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+    mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)
+    every = [torch.empty_like(mine) for _ in range(pipeline.group.size)]
+    dist.all_gather(every, mine, group=channel)
+    if len({int(other) for other in every}) > 1:
+        raise BatchError(
+            "ranks of one pipeline were given different batches: the first stage would read one, "
+            "and the last one another. Give all of them the same rows: let a sampler count "
+            "replicas by the axes beside 'pipeline', num_replicas=mesh.size() // mesh.size(0)."
+        )
 
 
 def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:

@@ -42,7 +42,9 @@ from fxzero.step.checks import (
     check_splits,
     held_as_sharded,
     optimized_parameters,
+    refuse_beside_pipeline,
     refuse_ignored,
+    refuse_other_batch,
     refuse_without_group_for_state,
 )
 from fxzero.step.loop import LoopStep
@@ -164,6 +166,7 @@ class TrainStep:
             parameters = optimized_parameters(model, optimizer)
         config = held_as_sharded(config, param_specs(model))
         refuse_without_group_for_state(config, param_specs(model))
+        refuse_beside_pipeline(config, param_specs(model), kernels_of(optimizer))
         lowered = {precision.param_dtype} - {None}
         if torch.float16 not in (lowered or {s.compute_dtype for s in param_specs(model).values()}):
             precision.refuse_loss_scale()
@@ -193,6 +196,8 @@ class TrainStep:
         """What Dynamo's graphs were compiled to."""
         self._traced: set[tuple[Any, ...]] = set()
         """Shapes of the batches that were traced."""
+        self._batch_is_known = False
+        """Of a pipeline, whether its ranks have compared their first batch."""
         self._loop: LoopStep | None = None
         """What trains instead where Dynamo cannot trace the step as one graph."""
         self._result: tuple[Tensor, Tensor | None, Tensor | None] | None = None
@@ -216,6 +221,9 @@ class TrainStep:
         """
         self._check(batch, kwargs)
         self._follow_changes()
+        if self._state.pipeline is not None and not self._batch_is_known:
+            refuse_other_batch(self._state.pipeline, (tuple(batch), dict(kwargs)))
+            self._batch_is_known = True
         if self._layout.kernels and self._loop is None:  # optimizers that step are looked at then
             before_step(self.optimizer)
         assert self._loss is not None
@@ -231,6 +239,7 @@ class TrainStep:
         if self.loss_scale is not None:
             self.loss_scale.update(skipped)
         if not skipped:
+            self._count_elsewhere()
             _compat.mark_stepped(self.optimizer)
             if self.scheduler is not None:
                 self.scheduler.step()
@@ -242,6 +251,17 @@ class TrainStep:
             error.output = output
             raise error
         return output
+
+    def _count_elsewhere(self) -> None:
+        """Count the steps of parameters of other stages of a pipeline, which those have updated: a
+        checkpoint may be written by any rank that knows of them."""
+        if self._state.pipeline is None:
+            return
+        state = self.optimizer.state
+        away = [p for p in self._parameters.values() if not self._specs[id(p)].is_here]
+        steps = [state[p]["step"] for p in away if isinstance(state.get(p, {}).get("step"), Tensor)]
+        if steps:
+            _compat.foreach_add_(steps, 1)
 
     def use_gradients(self) -> None:
         """Run the updates that the last step has left to the next one (`offload_states.delay`): at
@@ -312,6 +332,11 @@ class TrainStep:
                 f"{self._config.offloads} needs forward, backward and update in one graph, and "
                 f"forward and loss could not be traced as one:\n{error}\nRewrite what it names, or "
                 "drop the setting."
+            ) from error
+        if self._state.pipeline is not None:
+            raise CaptureError(
+                "stages of a pipeline are cut out of one graph, and forward and loss could not be "
+                f"traced as one:\n{error}\nRewrite what it names."
             ) from error
         warnings.warn(
             "compile_step trains in several graphs: forward and loss could not be traced as one."
