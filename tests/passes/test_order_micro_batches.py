@@ -1,0 +1,59 @@
+"""Forwards and backwards stand in the order of the schedule, and messages around them."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxzero.graph import Phase, Role
+from fxzero.graph.stamps import Segment, stamp_of
+from fxzero.graph.step_graph import StepGraph
+from fxzero.passes.order_micro_batches import segment_of
+from fxzero.pipeline.tables import TABLES
+from fxzero.transfer import TransferKind
+from tests.passes.pipelined import scheduled
+
+
+def order_of(graph: StepGraph) -> list[Segment]:
+    """The stretches of compute, as they follow each other."""
+    found: list[Segment] = []
+    for node in graph.nodes(role=Role.COMPUTE):
+        stamp = stamp_of(node)
+        if stamp.phase is not Phase.OPTIMIZER and (not found or found[-1] != stamp.segment):
+            found.append(stamp.segment)
+    return found
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_the_order_of_the_schedule(schedule: str, place: int) -> None:
+    graph = scheduled(place, schedule=schedule)
+    row = TABLES[schedule](4, 6).ranks[place]
+    assert graph.row == row
+    wanted = [segment_of(action) for action in row]
+    found = order_of(graph)
+    assert found == [segment for segment in wanted if segment in set(found)]
+
+
+def test_messages_are_asked_for_an_action_earlier() -> None:
+    graph = scheduled(1)
+    seen: list[Segment] = []
+    ahead = 0
+    for node in graph.nodes():
+        stamp = stamp_of(node)
+        if stamp.role is Role.COMPUTE and stamp.phase is not Phase.OPTIMIZER:
+            seen.append(stamp.segment)
+        record = stamp.transfer
+        if record is not None and record.kind is TransferKind.RECEIVE:
+            assert stamp.segment not in seen
+            ahead += bool(seen) and stamp.micro_step > 0
+    assert ahead, "none was asked for before its own action"
+
+
+def test_all_messages_have_one_tag() -> None:
+    tags = {
+        node.args[-1]
+        for place in (0, 1)
+        for node in scheduled(place).nodes(role=Role.LAUNCH)
+        if stamp_of(node).transfer.kind in (TransferKind.SEND, TransferKind.RECEIVE)  # type: ignore[union-attr]
+    }
+    assert len(tags) == 1

@@ -1,0 +1,86 @@
+"""What each stage of a pipeline keeps, and what it gives to the others."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from fxzero.graph import Role
+from fxzero.graph.stamps import Phase, stamp_of
+from fxzero.graph.step_graph import StepGraph, TransferNodes
+from fxzero.transfer import TransferKind
+from tests.passes.pipelined import scheduled
+
+ROW = 8 * 4
+"""Bytes of a row of what a layer makes, in fp32."""
+
+
+def messages(graph: StepGraph, kind: TransferKind, phase: Phase) -> list[TransferNodes]:
+    return [
+        t for t in graph.transfers(phase=phase) if t.record.kind is kind and t.stamp.micro_step == 0
+    ]
+
+
+def sent(graph: StepGraph, phase: Phase) -> list[int]:
+    """Bytes of each tensor that goes to another stage, for one micro-step."""
+    found = messages(graph, TransferKind.SEND, phase)
+    return [node.meta["val"].nbytes for transfer in found for node in transfer.tensors]
+
+
+@pytest.fixture(scope="module")
+def graphs() -> list[StepGraph]:
+    return [scheduled(place) for place in range(4)]
+
+
+def test_a_skip_travels_by_all_stages_between(graphs: list[StepGraph]) -> None:
+    # The first stage has one value for both readers; the others pass it on beside their own.
+    assert [sent(graph, Phase.FORWARD) for graph in graphs] == [
+        [2 * ROW],
+        [2 * ROW] * 2,
+        [2 * ROW] * 2,
+        [],
+    ]
+
+
+def test_its_gradient_comes_back_and_is_added_where_they_meet(graphs: list[StepGraph]) -> None:
+    assert [sent(graph, Phase.BACKWARD) for graph in graphs] == [
+        [],
+        [2 * ROW],
+        [2 * ROW] * 2,
+        [2 * ROW] * 2,
+    ]
+
+
+def test_both_sides_mean_the_same(graphs: list[StepGraph]) -> None:
+    assert len({graph.in_common for graph in graphs}) == 1
+    for earlier, later in pairwise(graphs):
+        for phase, source, target in (
+            (Phase.FORWARD, earlier, later),
+            (Phase.BACKWARD, later, earlier),
+        ):
+            given = messages(source, TransferKind.SEND, phase)
+            taken = messages(target, TransferKind.RECEIVE, phase)
+            arrived = [part.meta["val"] for transfer in taken for part in transfer.parts]
+            tensors = [node.meta["val"] for transfer in given for node in transfer.tensors]
+            assert [(t.shape, t.stride()) for t in arrived] == [
+                (t.shape, t.stride()) for t in tensors
+            ]
+
+
+def test_each_has_its_own_parameters(graphs: list[StepGraph]) -> None:
+    names = [{spec.name for spec in graph.specs.values()} for graph in graphs]
+    assert names == [
+        {"table.weight", "h.0.weight", "h.0.bias"},
+        {"h.1.weight", "h.1.bias"},
+        {"h.2.weight", "h.2.bias"},
+        {"h.3.weight", "h.3.bias", "table.weight"},
+    ]
+    updated = [{k for n in g.nodes(role=Role.UPDATE) for k in stamp_of(n).params} for g in graphs]
+    assert [len(keys) for keys in updated] == [3, 2, 2, 3]
+
+
+def test_what_needs_no_parameter_is_not_sent(graphs: list[StepGraph]) -> None:
+    for graph in graphs[1:]:
+        masks = [n for n in graph.nodes() if "gt.Scalar" in str(n.target)]
+        assert masks, "the mask is made on each stage that reads it"
