@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +34,23 @@ class Skips(nn.Module):
         return F.cross_entropy(self.head(x + first), ids)
 
 
+class Decoder(nn.Module):
+    """Two layers encode; what the others decode is looked up in the table that both ends share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoded = nn.Embedding(12, 8)
+        self.decoded = nn.Embedding(12, 8)
+        self.decoded.weight = self.encoded.weight
+        self.h = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.tanh(self.h[1](torch.tanh(self.h[0](self.encoded(ids)))))
+        y = torch.relu(self.decoded(ids) * 2)
+        return (torch.tanh(self.h[2](y + x)) + self.h[3](y)).pow(2).mean()
+
+
+DECODER = {"encoded": 0, "decoded": 2, **{f"h.{i}": i for i in range(4)}}
 STAGES = {"table": 0, "head": 3, **{f"h.{i}": i for i in range(4)}}
 
 
@@ -44,6 +62,9 @@ def scheduled(
     shards: int = 1,
     micro_batches: int = 6,
     clip: float | None = None,
+    build: Callable[[], nn.Module] = Skips,
+    stages: Mapping[str, int] = STAGES,
+    lowering: str = "eager",
 ) -> StepGraph:
     """The scheduled step of a rank of one of four places."""
     shape, names = (4, shards), ("pipeline", "shard")
@@ -56,14 +77,14 @@ def scheduled(
     torch._dynamo.reset()
     with fake_ranks(4 * shards, place * shards), observed(keep):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        model = Skips()
-        fxzero.shard(model, zero=zero, mesh=mesh, stages=STAGES, schedule=schedule)
+        model = build()
+        fxzero.shard(model, zero=zero, mesh=mesh, stages=stages, schedule=schedule)
         step = fxzero.compile_step(
             model,
             torch.optim.AdamW(model.parameters(), fused=True),
             micro_batches=micro_batches,
             clip_grad_norm=clip,
-            options={"lower_regions": {"backend": "eager"}},
+            options={"lower_regions": {"backend": lowering}},
         )
         step(torch.zeros(2 * micro_batches, dtype=torch.long))
     graph: StepGraph = seen[0].joint

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fxzero.graph import Phase, Role
@@ -57,3 +59,26 @@ def test_all_messages_have_one_tag() -> None:
         if stamp_of(node).transfer.kind in (TransferKind.SEND, TransferKind.RECEIVE)  # type: ignore[union-attr]
     }
     assert len(tags) == 1
+
+
+def test_gradients_are_added_up_as_they_come(tmp_path: Path) -> None:
+    """A schedule may run backwards in any order."""
+    file = tmp_path / "mine.csv"
+    rows = [
+        [f"{stage}F{m}" for m in range(3)] + [f"{stage}B{m}" for m in (2, 0, 1)]
+        for stage in range(4)
+    ]
+    file.write_text("\n".join(",".join(row) for row in rows))
+    graph = scheduled(1, schedule=str(file), micro_batches=3)
+    sums = [n for n in graph.nodes(role=Role.ACCUMULATE) if "h.1.bias" in str(stamp_of(n).params)]
+    assert [stamp_of(node).micro_step for node in sums] == [0, 1]
+
+
+def test_what_is_repeated_is_part_of_the_half_that_reads_it() -> None:
+    graph = scheduled(0, schedule="zb_h1", zero=3, shards=2, lowering="inductor")
+    repeated = [
+        n for n in graph.nodes() if stamp_of(n).again and stamp_of(n).made_by == "recompute"
+    ]
+    for node in repeated:
+        halves = {stamp_of(user).half for user in node.users}
+        assert stamp_of(node).half == min(halves)

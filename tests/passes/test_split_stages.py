@@ -10,7 +10,7 @@ from fxzero.graph import Role
 from fxzero.graph.stamps import Phase, stamp_of
 from fxzero.graph.step_graph import StepGraph, TransferNodes
 from fxzero.transfer import TransferKind
-from tests.passes.pipelined import scheduled
+from tests.passes.pipelined import DECODER, Decoder, scheduled
 
 ROW = 8 * 4
 """Bytes of a row of what a layer makes, in fp32."""
@@ -84,3 +84,9 @@ def test_what_needs_no_parameter_is_not_sent(graphs: list[StepGraph]) -> None:
     for graph in graphs[1:]:
         masks = [n for n in graph.nodes() if "gt.Scalar" in str(n.target)]
         assert masks, "the mask is made on each stage that reads it"
+
+
+def test_what_is_read_later_is_looked_up_there() -> None:
+    """The first stage holds the table too, and could send what the third one reads of it."""
+    first = scheduled(0, build=Decoder, stages=DECODER)
+    assert sent(first, Phase.FORWARD) == [2 * ROW]
