@@ -150,7 +150,16 @@ def shard(
     write_no_asserts_without_symbols()
     ignored_ids = {id(parameter) for parameter in ignored}
     _check(model, zero, param_dtype, reduce_dtype, ignored_ids, mesh, gather_group, offload)
-    _check_pipeline(mesh, stages, example_inputs, offload, gather_group, ignored)
+    _check_pipeline(
+        mesh,
+        stages,
+        example_inputs,
+        offload,
+        gather_group,
+        ignored,
+        broadcast_buffers,
+        schedule,
+    )
     device_type = _device_type(model, mesh, offload)
     mesh = resolve_mesh(mesh, device_type, from_host=offload)
     holders, pipeline = _holders(model, mesh, stages, example_inputs, schedule), None
@@ -194,7 +203,7 @@ def shard(
     if mesh is not None:
         groups = [mesh.get_group(axis).group_name for axis in range(mesh.ndim)]
         in_stages = pipeline is not None
-        syncs = (broadcast_buffers or in_stages) and mesh.size() > 1
+        syncs = broadcast_buffers and mesh.size() > 1
         buffers = BufferSync(model, groups, in_stages=in_stages) if syncs else None
         state.buffers = buffers or None
     if mesh is not None or offload:
@@ -302,10 +311,17 @@ def _check_pipeline(
     offload: bool,
     gather_group: bool,
     ignored: Collection[nn.Parameter],
+    broadcast_buffers: bool,
+    schedule: str,
 ) -> None:
     """Refuse a pipeline that cannot be, and settings of one where there is none."""
     if mesh is None or not has_pipeline(mesh):
-        given = [n for n, v in (("stages", stages), ("example_inputs", example_inputs)) if v]
+        asked = {
+            "stages": stages is not None,
+            "example_inputs": example_inputs is not None,
+            "schedule": schedule != "1f1b",
+        }
+        given = [name for name, is_asked in asked.items() if is_asked]
         if given:
             raise ShardingError(
                 f"{given[0]}= is for a mesh with an axis 'pipeline', and the mesh has "
@@ -319,9 +335,15 @@ def _check_pipeline(
             "a mesh with an axis 'pipeline' needs stages: pass example_inputs=, by which they are "
             "found, or stages={'h.0': 0, …}, and not both."
         )
-    for name, value in (("offload", offload), ("gather_group", gather_group), ("ignored", ignored)):
-        if value:
-            raise ShardingError(f"{name}= and a mesh with an axis 'pipeline': leave out one.")
+    others = {
+        "offload=True": offload,
+        "gather_group=True": gather_group,
+        "ignored=": bool(ignored),
+        "broadcast_buffers=False": not broadcast_buffers,  # each stage changes its own
+    }
+    for name, is_asked in others.items():
+        if is_asked:
+            raise ShardingError(f"{name} and a mesh with an axis 'pipeline': leave out one.")
 
 
 def _holders(

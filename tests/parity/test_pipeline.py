@@ -481,6 +481,11 @@ def refused(kind: str) -> str:
             fxzero.shard(model, mesh=mesh, stages=EXAMPLES["gpt"].stages[4])
         elif kind == "nothing":
             fxzero.shard(model, mesh=mesh)
+        elif kind == "no axis":
+            flat = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+            fxzero.shard(model, mesh=flat, example_inputs=case.batch(0, 1))
+        elif kind == "own buffers":
+            fxzero.shard(model, mesh=mesh, stages=stages, broadcast_buffers=False)
         elif kind == "schedule":
             fxzero.shard(model, mesh=mesh, stages=stages, schedule="1f2b")
         else:
@@ -527,6 +532,8 @@ def _message(call: Callable[[], object]) -> str:
         ("too many", "4 stages, and schedule='1f1b' has 2"),
         ("nothing", "needs stages: pass example_inputs="),
         ("schedule", "1f2b"),
+        ("no axis", "example_inputs= is for a mesh with an axis 'pipeline'"),
+        ("own buffers", "broadcast_buffers=False and a mesh with an axis 'pipeline'"),
         ("backwards", "Stages follow each other in the order of the forward"),
         ("eager", "call fxzero.compile_step"),
         ("loop", "fxzero.compile_step"),
