@@ -78,6 +78,8 @@ def compile_graph(
     decompositions = decompositions_of(config)
     context = Context(optimizer=layout, decompositions=decompositions, replays=config.cuda_graph)
     pipelined = any(spec.stages for spec in specs.values())
+    if pipelined:
+        refuse_checkpoints(module)
     pipelines = partial(
         step_passes, config, micro_batches, clip_grad_norm, scaled=scaled, pipelined=pipelined
     )
@@ -136,6 +138,25 @@ def compile_graph(
     _compat.return_free_memory()
     return binder, call
 
+
+def refuse_checkpoints(module: fx.GraphModule) -> None:
+    """A checkpoint of the model's own hides its parameters, which a stage has to see.
+
+    Raises:
+        CaptureError: there is one.
+    """
+    for node in module.graph.nodes:
+        if _compat.is_higher_order(node) and "checkpoint" in str(node.target):
+            raise CaptureError(
+                f"the forward runs {node.target} ({source_line(node) or node.name}), and stages of "
+                f"a pipeline are cut out of one flat graph. {WITHOUT_CHECKPOINTS}"
+            )
+
+
+WITHOUT_CHECKPOINTS = (
+    "Drop torch.utils.checkpoint, and gradient_checkpointing_enable(), and let the compiler repeat "
+    "what they would: options={'recompute': {'policy': 'full'}}."
+)
 
 _OF_MICRO_STEPS = frozenset({"accumulate", "bucket", "prefetch"})
 """Passes whose decisions are for as many micro-steps as the graph holds."""

@@ -34,7 +34,7 @@ from fxzero.sharding.params import GradSync, ModelState, ParamSpec, register
 from fxzero.sharding.precision import LossScale, Precision, set_precision
 from fxzero.sharding.shard import model_state, param_specs, shard
 from fxzero.step.binding import Binder
-from fxzero.step.capture import SeveralGraphsError, compile_graph
+from fxzero.step.capture import WITHOUT_CHECKPOINTS, SeveralGraphsError, compile_graph
 from fxzero.step.checks import (
     check_divides,
     check_micro_batches,
@@ -336,7 +336,7 @@ class TrainStep:
         if self._state.pipeline is not None:
             raise CaptureError(
                 "stages of a pipeline are cut out of one graph, and forward and loss could not be "
-                f"traced as one:\n{error}\nRewrite what it names."
+                f"traced as one:\n{error}\nRewrite what it names. {WITHOUT_CHECKPOINTS}"
             ) from error
         warnings.warn(
             "compile_step trains in several graphs: forward and loss could not be traced as one."

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import fxzero
 from fxzero.errors import ShardingError
@@ -60,6 +61,16 @@ class Gpt(nn.Module):
         x = self.embed(ids) + self.places(torch.arange(ids.shape[1]))
         for block in self.h:
             x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class Checkpointed(Gpt):
+    """Blocks that the model itself repeats in backward."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.h:
+            x = checkpoint(block, x, use_reentrant=False)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
@@ -206,6 +217,7 @@ EXAMPLES = {
         },
     ),
     "t5": Example(T5, tokens),
+    "checkpointed": Example(Checkpointed, tokens, {2: gpt_stages(2)}),
     "late": Example(Late, numbers, {2: {"first": 0, "last": 1}}),
     "twice": Example(Twice, numbers),
 }
@@ -465,7 +477,7 @@ def test_frozen_layers_of_several_stages(world: int, ranks: Pools) -> None:
 def refused(kind: str) -> str:
     """Job: the message of what a pipeline refuses."""
     torch._dynamo.reset()
-    case = Case("late" if kind == "buffer" else "gpt")
+    case = Case({"buffer": "late", "checkpoint": "checkpointed"}.get(kind, "gpt"))
     model = case.model()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pipeline",))
     stages = dict(EXAMPLES[case.example].stages[2])
@@ -539,6 +551,7 @@ def _message(call: Callable[[], object]) -> str:
         ("loop", "fxzero.compile_step"),
         ("budget", "memory_budget=1GiB and a model in stages"),
         ("other places", "Shard with schedule='zbv'"),
+        ("checkpoint", "options={'recompute': {'policy': 'full'}}"),
         ("buffer", "would not see what the micro-batch before has made of it"),
         ("batch", "ranks of one pipeline were given different batches"),
         ("full", "it is of another stage of the pipeline"),
