@@ -114,15 +114,17 @@ class _Part:
             return False
         if stamp_of(node).phase is not Phase.FORWARD:
             return False
-        owner = root(node)
-        if owner in self.stages.of:
-            return (owner, stage) in self.made
-        return all(
-            source.op != "call_function"
-            or (source, stage) in self.made
-            or self._is_forwards_own(source, stage)
-            for source in node.all_input_nodes
-        )
+        queue, seen = [node], {node}
+        while queue:
+            for source in queue.pop().all_input_nodes:
+                if source in seen or self._is_at(source, stage):
+                    continue
+                may = source.op == "call_function" and stamp_of(source).phase is Phase.FORWARD
+                if source in self.stages.of or not may:
+                    return False
+                seen.add(source)
+                queue.append(source)
+        return True
 
     def _backward(self, stage: int) -> None:
         before = self.graph.output.prev
