@@ -44,7 +44,8 @@ def test_ready_made_objects_are_taken() -> None:
 KNOWN = (
     "bucket, cost, cuda_graph, disk, gather_ahead, host_budget, keep_text, lower_kernels, "
     "lower_regions, memory, memory_budget, offload_activations, offload_params, offload_states, "
-    "plan, prefetch, recompute, slab, stop_unless_finite, strict, throttle, tile_linear"
+    "order_micro_batches, plan, prefetch, recompute, slab, stop_unless_finite, strict, throttle, "
+    "tile_linear"
 )
 
 

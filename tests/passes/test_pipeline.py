@@ -68,7 +68,7 @@ def test_every_pass_has_one_place() -> None:
     more = {"offload_activations": {"share": 1.0}, "tile_linear": {"max_bytes": 1}}
     more |= {"slab": {"enabled": True}}
     everything = Config.from_options({"memory": "infinity", **more})
-    doors = [loop_passes(Config()), step_passes(everything)]
+    doors = [loop_passes(Config()), step_passes(everything), step_passes(Config(), pipelined=True)]
     run = {type(one) for door in doors for one in (*door.scheduling, *door.lowering)}
     assert run == set(order)
     options = {f.name for f in fields(Config) if isinstance(getattr(Config(), f.name), Pass)}
