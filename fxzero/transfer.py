@@ -10,10 +10,13 @@ arguments of a call; `verify` sees that the call does what the record says.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 LINK = "link"
 """The resource that transfers between ranks share unless a group has a stream of its own."""
@@ -52,6 +55,30 @@ class Pool(StrEnum):
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
+
+
+class Form(NamedTuple):
+    """How a tensor lies in memory where it is kept, or travels: without gaps."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor) -> Form:
+        """A tensor's own, without gaps if it has some."""
+        dense = torch.empty_like(tensor, device="meta")
+        return Form(tuple(tensor.shape), tuple(dense.stride()), tensor.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes: there are no gaps in it."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def at(self, memory: Tensor, offset: int) -> Tensor:
+        """Such a tensor in some bytes, from one of them on."""
+        flat = memory[offset : offset + self.num_bytes].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True)

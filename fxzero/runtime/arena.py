@@ -12,10 +12,8 @@ whatever somebody writes to a parameter between two steps is what the next one b
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,34 +23,10 @@ from fxzero._compat import shares_memory
 from fxzero.graph.lanes import aligned
 from fxzero.runtime.pinned import block
 from fxzero.sharding.host import HOST
+from fxzero.transfer import Form
 
 Home = tuple[str, str]
 """A parameter's key, and the name of one of its optimizer state's tensors; "" for itself."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What a tensor at home looks like."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(tensor: Tensor) -> Layout:
-        """A tensor's own, without gaps if it has some."""
-        dense = torch.empty_like(tensor, device="meta")
-        return Layout(tuple(tensor.shape), dense.stride(), tensor.dtype)
-
-    @property
-    def num_bytes(self) -> int:
-        """What it takes: there are no gaps in it."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def at(self, memory: Tensor, offset: int) -> Tensor:
-        """Such a tensor in some bytes, from one of them on."""
-        flat = memory[offset : offset + self.num_bytes].view(self.dtype)
-        return flat.as_strided(self.shape, self.stride)
 
 
 class HostArena:
@@ -68,7 +42,7 @@ class HostArena:
     """
 
     def __init__(
-        self, homes: Mapping[Home, Layout], staging_bytes: int, device: torch.device = HOST
+        self, homes: Mapping[Home, Form], staging_bytes: int, device: torch.device = HOST
     ) -> None:
         self.homes = dict(homes)
         self.device = device
@@ -90,7 +64,7 @@ class HostArena:
             tensor = torch.empty(0, dtype=layout.dtype)
             self._tensors[home] = tensor.set_(own.untyped_storage(), 0, layout.shape, layout.stride)
 
-    def fits(self, homes: Mapping[Home, Layout], staging_bytes: int) -> bool:
+    def fits(self, homes: Mapping[Home, Form], staging_bytes: int) -> bool:
         """Whether it has room for a graph."""
         known = all(self.homes.get(home) == layout for home, layout in homes.items())
         return known and self.staging.nbytes >= staging_bytes
@@ -157,7 +131,7 @@ def let_go(optimizer: Optimizer, homes: Collection[Home]) -> None:
 
 def arena_for(
     optimizer: Optimizer,
-    homes: Mapping[Home, Layout],
+    homes: Mapping[Home, Form],
     staging_bytes: int,
     device: torch.device = HOST,
 ) -> HostArena:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from torch import Tensor
 
 from fxzero._compat import is_fake
 from fxzero.graph.stamps import Lane
-from fxzero.runtime.arena import Layout
 from fxzero.runtime.lanes import worker
 from fxzero.runtime.streams import (
     here,
@@ -37,6 +35,7 @@ from fxzero.runtime.streams import (
     pinned_like,
     wait_for,
 )
+from fxzero.transfer import Form
 
 
 class Copy:
@@ -103,7 +102,7 @@ def download(
         behind: updates that read what is in these places now.
     """
     places = [
-        replace(Layout.of(other), dtype=tensor.dtype).at(staging, offset)
+        Form.of(other)._replace(dtype=tensor.dtype).at(staging, offset)
         if tensor.dtype is dtype
         else pinned_like(other, tensor.dtype)
         for tensor, other, offset, dtype in zip(tensors, like, offsets, dtypes, strict=True)

@@ -26,9 +26,10 @@ from fxzero._compat import shares_memory, trim_heap
 from fxzero.disk.scratch import BLOCK, DiskSettings
 from fxzero.disk.store import DiskStore, Section, in_blocks
 from fxzero.graph.lanes import aligned
-from fxzero.runtime.arena import Home, Layout, whole
+from fxzero.runtime.arena import Home, whole
 from fxzero.runtime.disk_buffers import Buffers
 from fxzero.sharding.host import HOST
+from fxzero.transfer import Form
 
 log = logging.getLogger("fxzero")
 
@@ -81,7 +82,7 @@ class Place:
     """
 
     def __init__(
-        self, store: DiskStore, sections: Sequence[Section], layouts: Sequence[Layout]
+        self, store: DiskStore, sections: Sequence[Section], layouts: Sequence[Form]
     ) -> None:
         self.store = store
         self.sections = tuple(sections)
@@ -135,7 +136,7 @@ class DiskArena:
 
     def __init__(
         self,
-        buckets: Mapping[Bucket, tuple[Layout, ...]],
+        buckets: Mapping[Bucket, tuple[Form, ...]],
         settings: DiskSettings,
         device: torch.device = HOST,
     ) -> None:
@@ -184,7 +185,7 @@ class DiskArena:
             found.append((at, tensor))
         return found
 
-    def fits(self, buckets: Mapping[Bucket, tuple[Layout, ...]], settings: DiskSettings) -> bool:
+    def fits(self, buckets: Mapping[Bucket, tuple[Form, ...]], settings: DiskSettings) -> bool:
         """Whether a graph's buckets are here."""
         same = all(self.buckets.get(bucket) == layouts for bucket, layouts in buckets.items())
         return same and self.settings == settings
@@ -272,7 +273,7 @@ def disk_arena_of(optimizer: Optimizer) -> DiskArena | None:
 
 def disk_arena_for(
     optimizer: Optimizer,
-    buckets: Mapping[Bucket, tuple[Layout, ...]],
+    buckets: Mapping[Bucket, tuple[Form, ...]],
     settings: DiskSettings,
     device: torch.device = HOST,
 ) -> DiskArena:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, fx
 
 from fxzero._compat import is_fake, resolve_process_group
-from fxzero.graph.messages import KIND, Form, in_one_piece
+from fxzero.graph.messages import KIND
 from fxzero.ranks.agree import now, settle
 from fxzero.runtime.collectives import InFlight
-from fxzero.transfer import TransferKind
+from fxzero.transfer import Form, TransferKind
 
 
 def send(tensors: list[Tensor], forms: list[Form], group: str, peer: int, tag: int) -> InFlight:
@@ -63,7 +63,7 @@ def _wait(flight: InFlight) -> None:
 
 
 def _laid_out(tensor: Tensor, form: Form) -> Tensor:
-    if tuple(tensor.stride()) == form.stride and in_one_piece(tensor):
+    if tuple(tensor.stride()) == form.stride:
         return tensor
     copy = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=tensor.device)
     return copy.copy_(tensor)

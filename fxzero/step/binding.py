@@ -26,13 +26,13 @@ from fxzero.graph import StepGraph
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
 from fxzero.runtime import delayed
-from fxzero.runtime.arena import Home, HostArena, Layout, arena_for, arena_of
+from fxzero.runtime.arena import Home, HostArena, arena_for, arena_of
 from fxzero.runtime.held_states import give_back_before_steps, hold
 from fxzero.runtime.optimizers import OptimizerLayout, create_state
 from fxzero.runtime.streams import streams_of
 from fxzero.sharding.host import HOST
 from fxzero.step.disk_binding import DiskBinder
-from fxzero.transfer import Pool
+from fxzero.transfer import Form, Pool
 
 
 class Binder:
@@ -173,7 +173,7 @@ class Binder:
         arena = arena_of(self.optimizer)
         is_new = arena is None or arena is not self._arena
         if is_new:
-            layouts = {home: Layout.of(values[i]) for i, home in self.homes}
+            layouts = {home: Form.of(values[i]) for i, home in self.homes}
             staging_bytes = sum(count for _, count in self.staging)
             arena = arena_for(self.optimizer, layouts, staging_bytes, self.device)
             self._arena = arena

@@ -14,10 +14,10 @@ from fxzero import _compat
 from fxzero.graph import StepGraph
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import Role, stamp_of
-from fxzero.runtime.arena import Home, Layout, let_go
+from fxzero.runtime.arena import Home, let_go
 from fxzero.runtime.disk_arena import Bucket, DiskArena, disk_arena_for, disk_arena_of
 from fxzero.runtime.disk_streams import StoredUpdate
-from fxzero.transfer import Pool
+from fxzero.transfer import Form, Pool
 
 log = logging.getLogger("fxzero")
 
@@ -64,7 +64,7 @@ class DiskBinder:
         arena = disk_arena_of(self.optimizer)
         is_new = arena is None or arena is not self._arena
         if is_new:
-            layout = {home: Layout.of(values[i]) for i, home in self.homes}
+            layout = {home: Form.of(values[i]) for i, home in self.homes}
             wanted = {b: tuple(layout[key, ""] for key in b.keys) for b in self.buckets}
             settings = self._settings
             arena = self._arena = disk_arena_for(self.optimizer, wanted, settings, self.device)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxzero.graph.lanes import ALIGNMENT, aligned
-from fxzero.runtime.arena import Home, HostArena, Layout, arena_for, arena_of
+from fxzero.runtime.arena import Home, HostArena, arena_for, arena_of
+from fxzero.transfer import Form
 
 SHAPES: dict[str, Tensor] = {
     "vector": torch.randn(7),
@@ -29,9 +30,9 @@ SHAPES: dict[str, Tensor] = {
 }
 
 
-def homes_of(tensors: dict[str, Tensor]) -> dict[Home, Layout]:
+def homes_of(tensors: dict[str, Tensor]) -> dict[Home, Form]:
     """A home for each, under its name."""
-    return {(name, ""): Layout.of(tensor) for name, tensor in tensors.items()}
+    return {(name, ""): Form.of(tensor) for name, tensor in tensors.items()}
 
 
 def bits(tensor: Tensor) -> list[int]:
@@ -92,7 +93,7 @@ def test_places_begin_on_a_cache_line() -> None:
         arena.bring_home((name, ""), tensor)
         assert not tensor.numel() or (tensor.data_ptr() - begin) % ALIGNMENT == 0
     assert (arena.staging.data_ptr() - begin) % ALIGNMENT == 0
-    dense = [Layout.of(tensor).num_bytes for tensor in tensors]
+    dense = [Form.of(tensor).num_bytes for tensor in tensors]
     assert arena.num_bytes == arena.memory.nbytes == sum(map(aligned, dense)) + 256
     assert arena.staging.nbytes == 256
 
@@ -108,7 +109,7 @@ def test_a_parameter_stays_a_parameter() -> None:
     module = nn.Linear(3, 2)
     parameter = module.weight
     module(torch.ones(1, 3)).sum().backward()
-    arena = HostArena({("w", ""): Layout.of(parameter)}, 0)
+    arena = HostArena({("w", ""): Form.of(parameter)}, 0)
     arena.bring_home(("w", ""), parameter)
     assert module.weight is parameter
     assert parameter.is_leaf
@@ -121,7 +122,7 @@ def test_a_parameter_stays_a_parameter() -> None:
 def test_what_is_at_home_is_not_copied() -> None:
     """A step asks for each in turn: nothing is written."""
     tensor = torch.ones(4)
-    arena = HostArena({("w", ""): Layout.of(tensor)}, 0)
+    arena = HostArena({("w", ""): Form.of(tensor)}, 0)
     arena.bring_home(("w", ""), tensor)
     place, version = tensor.data_ptr(), tensor._version
     tensor.fill_(2)
@@ -134,7 +135,7 @@ def test_what_is_at_home_is_not_copied() -> None:
 def test_a_tensor_that_was_given_other_memory_comes_home_again(order: torch.memory_format) -> None:
     """With what was written to it there, in the order that its home has."""
     tensor = SHAPES["channels_last"].clone()
-    arena = HostArena({("w", ""): Layout.of(tensor)}, 0)
+    arena = HostArena({("w", ""): Form.of(tensor)}, 0)
     arena.bring_home(("w", ""), tensor)
     place, stride = tensor.data_ptr(), tensor.stride()
     other = torch.randn(2, 3, 4, 5).contiguous(memory_format=order)
@@ -148,7 +149,7 @@ def test_a_tensor_that_was_given_other_memory_comes_home_again(order: torch.memo
 def test_what_somebody_else_looks_at_stays_where_it_is() -> None:
     """A backup by reference, of what is at home or of what comes, is not written to."""
     tensor = torch.arange(6.0)
-    arena = HostArena({("w", ""): Layout.of(tensor)}, 0)
+    arena = HostArena({("w", ""): Form.of(tensor)}, 0)
     alias = tensor.view(2, 3)
     arena.bring_home(("w", ""), tensor)
     alias[0, 0] = 7  # it has not moved away from what looks at it
@@ -167,7 +168,7 @@ def test_a_tensor_of_it_is_saved_without_the_rest() -> None:
     """`torch.save` writes all of a storage."""
     small = torch.randn(100)
     arena = HostArena(
-        {("a", ""): Layout.of(small), ("b", ""): Layout.of(torch.empty(1 << 20))}, 1 << 20
+        {("a", ""): Form.of(small), ("b", ""): Form.of(torch.empty(1 << 20))}, 1 << 20
     )
     arena.bring_home(("a", ""), small)
     assert small.untyped_storage().nbytes() == small.nbytes
@@ -182,7 +183,7 @@ def test_a_tensor_outlives_the_arena() -> None:
     """Its memory is there as long as it is."""
     tensor = torch.randn(1000)
     before = tensor.clone()
-    arena = HostArena({("w", ""): Layout.of(tensor)}, 1 << 20)
+    arena = HostArena({("w", ""): Form.of(tensor)}, 1 << 20)
     arena.bring_home(("w", ""), tensor)
     there = weakref.ref(arena)
     del arena
