@@ -64,9 +64,7 @@ class _Ordering:
     def __init__(self, graph: StepGraph, table: Table) -> None:
         assert graph.pipeline is not None
         self.graph = graph
-        self.pipeline = graph.pipeline
-        self.place = graph.pipeline.place
-        self.row = table.ranks[self.place]
+        self.row = table.ranks[graph.pipeline.place]
         self.index = {segment_of(action): i for i, action in enumerate(self.row)}
         self.messages = Messages(table)
 
@@ -157,16 +155,6 @@ def refuse_other_orders(graph: StepGraph, table: Table) -> None:
                 )
 
 
-def count_in_flight(row: Sequence[Action]) -> int:
-    """The most micro-steps that a rank has begun and not ended."""
-    now = most = 0
-    ends = (Work.BACKWARD, Work.WEIGHT_GRADIENTS)
-    for action in row:
-        now += (action.work is Work.FORWARD) - (action.work in ends)
-        most = max(most, now)
-    return most
-
-
 @dataclass(frozen=True)
 class OrderMicroBatches(Pass):
     """Run micro-steps in the order of a pipeline's schedule."""
@@ -198,7 +186,8 @@ class OrderMicroBatches(Pass):
         micro_batches = 1 + max((segment.micro_step for segment in segments), default=0)
         table = table_for(self.schedule, pipeline, micro_batches)
         refuse_other_orders(graph, table)
-        _Ordering(graph, table).run()
+        ordering = _Ordering(graph, table)
+        ordering.run()
         graph.row = table.ranks[pipeline.place]
         rows = "\n".join(" ".join(map(str, row)) for row in table.ranks)
         digest = digest_of(f"{graph.in_common}\n{rows}")
@@ -208,7 +197,7 @@ class OrderMicroBatches(Pass):
         return Notes(
             schedule=table.name,
             actions=len(graph.row),
-            in_flight=count_in_flight(graph.row),
+            in_flight=ordering.messages.replayed.in_flight[pipeline.place],
             messages=len(messages),
             sent_bytes=sum(
                 t.record.full_bytes for t in messages if t.record.kind is TransferKind.SEND

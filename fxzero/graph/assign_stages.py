@@ -43,8 +43,6 @@ class Stages:
     """By value that travels in forward, the last stage that it goes to."""
     down: dict[fx.Node, int] = field(default_factory=dict)
     """By value that travels in backward, the first stage that it goes to."""
-    read_at: dict[str, set[int]] = field(default_factory=dict)
-    """By a parameter's key, the stages that read it."""
 
     def crossing_up(self, stage: int) -> list[fx.Node]:
         """What a stage gives to the one behind it, in the graph's order."""
@@ -174,7 +172,7 @@ class _Assignment:
         found = dict(stages)
         for border in range(max(latest.values(), default=0)):
             may = [n for n in own if stages[n] <= border < latest[n]]
-            for node in self._right_of(border, may, latest, reads, together) if may else ():
+            for node in self._right_of(border, may, reads, together) if may else ():
                 found[node] = border + 1
         if all(self._is_allowed(node, found) for node in own):
             stages.update(found)
@@ -211,7 +209,6 @@ class _Assignment:
         self,
         border: int,
         may: list[fx.Node],
-        latest: Mapping[fx.Node, int],
         reads: Mapping[fx.Node, list[fx.Node]],
         together: list[list[fx.Node]],
     ) -> set[fx.Node]:
@@ -322,13 +319,7 @@ class _Assignment:
             for value in self._values(node):
                 needed.setdefault(value, set()).add(stages[node])
             for key in self._params(node):
-                self._note_reader(node, key)
-        for node in self.markers:
-            if stamp_of(node).role is Role.RESHARD:
-                owner = root(node.all_input_nodes[0])
-                stage = stages.get(owner)
-                if stage is not None:
-                    self.found.read_at.setdefault(stamp_of(node).params[0], set()).add(stage)
+                self._check_held(node, key)
         for value, readers in needed.items():
             if max(readers) > stages[value]:
                 self.found.up[value] = max(readers)
@@ -337,7 +328,12 @@ class _Assignment:
         for value in (*self.found.up, *self.found.down):
             self._check_sent(value)
 
-    def _note_reader(self, node: fx.Node, key: str) -> None:
+    def _check_held(self, node: fx.Node, key: str) -> None:
+        """See that a node's stage holds a parameter that it reads.
+
+        Raises:
+            CaptureError: it does not.
+        """
         stage = self.found.of[node]
         if stage not in self.holders[key]:
             raise CaptureError(
@@ -345,7 +341,6 @@ class _Assignment:
                 f"which stage {' and '.join(map(str, sorted(self.holders[key])))} holds. Give its "
                 "module another stage (fxzero.shard(stages=…))."
             )
-        self.found.read_at.setdefault(key, set()).add(stage)
 
     def _check_sent(self, value: fx.Node) -> None:
         """See that a value can be sent.

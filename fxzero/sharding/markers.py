@@ -198,7 +198,7 @@ def read_by_name(model: nn.Module, state: ModelState) -> None:
         "__deepcopy__": _refuse_copy,
         "__reduce_ex__": _refuse_copy,
     }
-    if state.zero > 0:
+    if state.zero > 0 or state.pipeline is not None:
         members["_ddp_params_and_buffers_to_ignore"] = property(_refuse_ddp)
     if state.buffers is not None:
         members |= _around_forward(

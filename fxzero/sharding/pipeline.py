@@ -155,7 +155,6 @@ class Layouts:
 
     def __init__(self, pipeline: Pipeline, zero: int) -> None:
         self._pipeline = pipeline
-        self._zero = zero
         self._meshes = {
             place: stages_mesh(pipeline.mesh, place) for place in range(pipeline.group.size)
         }

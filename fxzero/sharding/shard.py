@@ -404,6 +404,7 @@ def _check(
                 f"{path or 'the model'!s} was sharded before. Call fxzero.shard once, on the "
                 "outermost module, before wrapping it in torch.compile."
             )
+    splits = zero > 0 or has_pipeline(mesh)  # parameters then are DTensors
     known = set()
     for name, parameter in model.named_parameters():
         known.add(id(parameter))
@@ -424,7 +425,7 @@ def _check(
                 f"parameter {name} has no shape yet: its module is lazy. Run one forward before "
                 "fxzero.shard, on a batch like those to come."
             )
-        if zero > 0 and type(parameter) is not nn.Parameter and not is_fake(parameter):
+        if splits and type(parameter) is not nn.Parameter and not is_fake(parameter):
             raise ShardingError(
                 f"parameter {name} is a {type(parameter).__name__}, and its shard would be an "
                 "ordinary parameter: isinstance and its own methods would be lost. Make it an "
@@ -435,7 +436,7 @@ def _check(
                 f"parameter {name} is not a leaf: it was computed by {parameter.grad_fn}, so an "
                 "optimizer cannot update it. Make it an nn.Parameter of its own."
             )
-    if zero > 0:
+    if splits:
         refuse_shared_memory(
             {n: p for n, p in model.named_parameters() if id(p) not in ignored_ids},
             {n: b for n, b in model.named_buffers() if b.layout is torch.strided},
