@@ -498,6 +498,9 @@ def refused(kind: str) -> str:
             fxzero.shard(model, mesh=flat, example_inputs=case.batch(0, 1))
         elif kind == "own buffers":
             fxzero.shard(model, mesh=mesh, stages=stages, broadcast_buffers=False)
+        elif kind == "one memory":
+            model.h[1].norm.bias = nn.Parameter(model.h[0].norm.bias.data)  # type: ignore[union-attr,index]
+            fxzero.shard(model, mesh=mesh, stages=stages)
         elif kind == "schedule":
             fxzero.shard(model, mesh=mesh, stages=stages, schedule="1f2b")
         else:
@@ -544,6 +547,7 @@ def _message(call: Callable[[], object]) -> str:
         ("too many", "4 stages, and schedule='1f1b' has 2"),
         ("nothing", "needs stages: pass example_inputs="),
         ("schedule", "1f2b"),
+        ("one memory", "h.1.norm.bias"),
         ("no axis", "example_inputs= is for a mesh with an axis 'pipeline'"),
         ("own buffers", "broadcast_buffers=False and a mesh with an axis 'pipeline'"),
         ("backwards", "Stages follow each other in the order of the forward"),
