@@ -163,7 +163,11 @@ def bucket_cases(device: str, dtype: torch.dtype, scale: int) -> Iterator[Case]:
     grads, averages, squares = (shards(torch.float32) for _ in range(3))
     squares = [s.abs() for s in squares]
     step = torch.ones((), device=device)
-    optimizer = torch.optim.AdamW([p.clone().requires_grad_() for p in wide], fused=True)
+    optimizer = torch.optim.AdamW(
+        [p.clone().requires_grad_() for p in wide],
+        fused=True,
+        capturable=device == "cuda",  # it is timed by replays
+    )
     for parameter, grad in zip(optimizer.param_groups[0]["params"], grads, strict=True):
         parameter.grad = grad
     yield Case(
@@ -217,10 +221,11 @@ def time_us(device: str, call: Callable[[], Any]) -> float:
 
 
 def copy_bytes_per_s(device: str, num_bytes: int) -> float:
-    """What a copy of this size moves, read and written."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    """What a copy of this size moves, read and written: by the driver or by a kernel."""
+    source = torch.zeros(num_bytes // 4, dtype=torch.int32, device=device)
     target = torch.empty_like(source)
-    return 2 * num_bytes / time_us(device, lambda: target.copy_(source)) * 1e6
+    calls = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
+    return max(2 * num_bytes / time_us(device, call) * 1e6 for call in calls)
 
 
 def measure(case: Case, device: str, bytes_per_s: float) -> dict[str, Any]:

@@ -101,7 +101,7 @@ from fxzero._compat.fakes import (
 from fxzero._compat.frames import with_room_for_frames
 from fxzero._compat.inductor import inductor_compile, inductor_decompositions
 from fxzero._compat.memory import (
-    allocations_on_cpu,
+    allocations_on,
     collect_only_new_objects_in_dynamo,
     collecting_only_new_objects,
     free_storage,
@@ -170,7 +170,7 @@ from fxzero._compat.rehearsal import rehearse
 __all__ = [
     "OpOverload",
     "active_ddp_module",
-    "allocations_on_cpu",
+    "allocations_on",
     "aot_compile",
     "as_it_is",
     "backward_keeps_graph",

@@ -37,9 +37,9 @@ def free_storage(tensor: torch.Tensor) -> None:
     torch.ops.inductor.resize_storage_bytes_(tensor, 0)
 
 
-def allocations_on_cpu(call: Callable[[], Any]) -> tuple[Any, list[int]]:
-    """What a call returns, and by how many bytes each of its allocations on CPU changed what is
-    held, in order: those of this thread and of what it calls.
+def allocations_on(device: str, call: Callable[[], Any]) -> tuple[Any, list[int]]:
+    """What a call returns, and by how many bytes each of its allocations on a kind of device changed
+    what is held there, in order: those of this thread and of what it calls.
 
     By torch's older profiler, whose records are in order of the calls, and which starts at once.
 
@@ -56,7 +56,10 @@ def allocations_on_cpu(call: Callable[[], Any]) -> tuple[Any, list[int]]:
     finally:
         threads = profiler._disable_profiler_legacy()
     records = [record for thread in threads for record in thread]
-    return result, [r.cpu_memory_usage() for r in records if r.kind() == "memory_alloc"]
+    records = [record for record in records if record.kind() == "memory_alloc"]
+    if device == "cpu":
+        return result, [record.cpu_memory_usage() for record in records]
+    return result, [record.cuda_memory_usage() for record in records]
 
 
 _NEW_OBJECTS = 10_000

@@ -1,7 +1,9 @@
-"""What torch's operators allocate on this machine's CPU: each is run once, and its allocator asked.
+"""What torch's operators allocate on this machine's CPU or GPU: each is run once, and its allocator
+asked.
 
     convolution 3x3, 64 to 64 channels, stride 2     copies in oneDNN's layouts, of its own choice
     cdist, linalg, sort, gelu_backward of a view     buffers of the library behind it
+    sum over the rows of a matrix, on CUDA           4096 partial sums for each of its columns
 
 Which copies there are depends on sizes, layouts, the library's version and the processor, so that a
 formula follows it for some cases only (`fxzero.cost.workspace` has some). A budget that bounds what
@@ -22,7 +24,7 @@ from torch import Tensor, fx
 
 from fxzero._compat import (
     OpOverload,
-    allocations_on_cpu,
+    allocations_on,
     has_symbolic_shape,
     is_symbolic,
     pytree,
@@ -49,17 +51,18 @@ def measured_region_bytes(run: Callable[[list[Any]], Any], inputs: Sequence[fx.N
         inputs: what it takes, with fake values.
 
     Returns:
-        None where an input is not on CPU or of a size that is not known, and where the region
+        None where an input is elsewhere or of a size that is not known, and where the region
         cannot do with numbers that mean nothing.
     """
     values = [node.meta.get("val") for node in inputs]
-    if not all(map(_is_known, values)):
+    device = _device_of(values)
+    if device is None or not all(map(_is_known, values)):
         return None
     try:
         with real_tensors(), torch.no_grad():
             made = [_made_like(value) for value in values]
             run([*made])  # the first call may leave something for all that follow
-            _, changes = allocations_on_cpu(lambda: run([*made]))
+            _, changes = allocations_on(device, lambda: run([*made]))
     except (RuntimeError, IndexError, ValueError, AssertionError):
         return None
     return max(0, max(accumulate(changes), default=0))
@@ -67,9 +70,15 @@ def measured_region_bytes(run: Callable[[list[Any]], Any], inputs: Sequence[fx.N
 
 def _is_known(value: Any) -> bool:
     """Whether something can be made that is like a fake value."""
-    if isinstance(value, Tensor):
-        return value.device.type == "cpu" and not has_symbolic_shape(value)
-    return not is_symbolic(value)
+    return not (has_symbolic_shape(value) if isinstance(value, Tensor) else is_symbolic(value))
+
+
+def _device_of(values: Iterable[Any]) -> str | None:
+    """The kind of device that all tensors are on, if it is one that can be asked."""
+    found = {value.device.type for value in values if isinstance(value, Tensor)}
+    if found == {"cuda"} and torch.cuda.is_available():
+        return "cuda"
+    return "cpu" if found <= {"cpu"} else None
 
 
 def measured_bytes(node: fx.Node) -> int | None:
@@ -79,7 +88,7 @@ def measured_bytes(node: fx.Node) -> int | None:
 
 
 def measure(nodes: Iterable[fx.Node]) -> None:
-    """Run operators on CPU that were not measured yet, on numbers that mean nothing.
+    """Run operators that were not measured yet, on numbers that mean nothing.
 
     What is random, what is a view, and what is not torch's own is left alone; so is what raises, as
     a factorization may of such numbers. It takes about as long as two times the operators that are
@@ -103,9 +112,9 @@ def _is_measurable(node: fx.Node) -> bool:
         return False
     values = [*pytree.tree_iter([n.meta.get("val") for n in (node, *node.all_input_nodes)])]
     tensors = [value for value in values if isinstance(value, Tensor)]
-    if any(map(is_symbolic, values)) or any(map(has_symbolic_shape, tensors)):
+    if not all(map(_is_known, values)):
         return False  # to make such a tensor would be to decide on a size
-    return bool(tensors) and all(tensor.device.type == "cpu" for tensor in tensors)
+    return bool(tensors) and _device_of(tensors) is not None
 
 
 def _key(node: fx.Node) -> Any:
@@ -113,7 +122,7 @@ def _key(node: fx.Node) -> Any:
         if isinstance(value, fx.Node):
             value = value.meta.get("val")
         if isinstance(value, Tensor):
-            return "tensor", tuple(value.shape), tuple(value.stride()), value.dtype
+            return "tensor", tuple(value.shape), tuple(value.stride()), value.dtype, value.device.type
         return value
 
     arguments = pytree.tree_map(described, (node.args, node.kwargs), is_leaf=_is_node)
@@ -129,8 +138,8 @@ def _run(node: fx.Node) -> int:
     target: Any = node.target
     with real_tensors(), torch.no_grad():
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _made_like(n.meta["val"]))
-        target(*args, **kwargs)
-        results, changes = allocations_on_cpu(lambda: target(*args, **kwargs))
+        device = _device_of(pytree.tree_iter((args, kwargs, target(*args, **kwargs))))
+        results, changes = allocations_on(device or "cpu", lambda: target(*args, **kwargs))
         given = {t.untyped_storage().data_ptr() for t in pytree.tree_iter((args, kwargs)) if _is(t)}
         made = {t.untyped_storage().data_ptr(): t for t in pytree.tree_iter(results) if _is(t)}
     left = sum(t.untyped_storage().nbytes() for at, t in made.items() if at not in given)
@@ -145,5 +154,7 @@ def _made_like(value: Any) -> Any:
     """Memory of a value's layout: halves, and zeros, which are indices of whatever there is."""
     if not isinstance(value, Tensor):
         return value
-    like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    like = torch.empty_strided(
+        value.shape, value.stride(), dtype=value.dtype, device=value.device
+    )
     return like.fill_(0.5 if value.dtype.is_floating_point else 0)

@@ -8,6 +8,7 @@ holds a chunk too. Whoever defines such an operator registers a formula, as
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -213,6 +214,43 @@ def matrix_exp_workspace(x: Tensor, *_: Any, **__: Any) -> int:
 def safe_softmax_workspace(x: Tensor, *_: Any, **__: Any) -> int:
     """Which elements are -inf, a byte for each."""
     return tensor_bytes(x) // x.element_size() if x.device.type == "cpu" else 0
+
+
+@register_workspace_formula(_aten.sum)
+def sum_workspace(
+    x: Tensor, dim: Sequence[int] | None = None, *_: Any, dtype: torch.dtype | None = None, **__: Any
+) -> int:
+    """On CUDA, the partial sums over the rows of a matrix that many blocks share: torch's reduction
+    keeps, for each block and output, as many as a block has threads side by side, times the outputs
+    of a thread (``aten/src/ATen/native/cuda/Reduce.cuh``, torch 2.11 to 2.13)."""
+    if x.device.type != "cuda" or not dim or x.dim() < 2 or x.dtype.itemsize > 4:
+        return 0
+    if sorted(d % x.dim() for d in dim) != list(range(len(dim))) or not x.is_contiguous():
+        return 0  # sums along the dimension that is dense in memory take next to nothing
+    outputs = math.prod(int(size) for size in x.shape[len(dim) :])
+    rows = math.prod(int(size) for size in x.shape[: len(dim)])
+    each = next(n for n in (4, 2, 1) if outputs % n == 0)
+    most = 512 // each
+    wide = min(32, _power_of_two_below(outputs // each), most)
+    high = min(_power_of_two_below(rows), most // wide)
+    wide = min(_power_of_two_below(outputs // each), most // high)
+    if rows < min(16 * high, 256):
+        return 0
+    by_thread = -(-rows // high)
+    grid = -(-outputs // (each * wide))
+    slots = _SLOTS // (wide * high)
+    if by_thread < 256 or grid > slots:
+        return 0
+    blocks = max(min(-(-slots // grid), -(-by_thread // 16)), -(-by_thread // 256))
+    return 4 * outputs * blocks * wide * each if blocks > 1 else 0
+
+
+_SLOTS = 132 * 2048
+"""Threads that an H100 runs at once; other devices differ by what rarely bounds the number."""
+
+
+def _power_of_two_below(number: int) -> int:
+    return 1 << max(0, number.bit_length() - 1)
 
 
 @register_workspace_formula(_aten._scaled_dot_product_flash_attention_for_cpu)

@@ -11,6 +11,7 @@ that a learning rate or any other number in it may change from step to step.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
@@ -31,6 +32,8 @@ from fxzero._compat import (
     fused_adam_,
     fused_adamw_,
     fused_sgd_,
+    is_fake,
+    real_tensors,
 )
 from fxzero.errors import CaptureError, FxZeroError, NonFiniteGradientError
 
@@ -262,7 +265,7 @@ def norms(grads: list[Tensor]) -> Tensor:
 def in_order(parts: list[Tensor], order: list[int]) -> Tensor:
     """Joined norms in the model's order of parameters, in which torch would take them."""
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return joined if order == list(range(len(order))) else joined[order]
+    return joined if order == list(range(len(order))) else _at(joined, order)
 
 
 def no_norms(like: Tensor) -> Tensor:
@@ -272,7 +275,22 @@ def no_norms(like: Tensor) -> Tensor:
 
 def sum_of_squares(norms: Tensor, positions: list[int]) -> Tensor:
     """The part of the squared total norm that this rank's shards hold: (1,)."""
-    return norms[positions].square().sum().reshape(1)
+    return _at(norms, positions).square().sum().reshape(1)
+
+
+def _at(norms: Tensor, positions: list[int]) -> Tensor:
+    """Some of the norms, in the order of their positions."""
+    if is_fake(norms):
+        return norms[positions]
+    return norms.index_select(0, _index(tuple(positions), norms.device))
+
+
+@functools.lru_cache(maxsize=256)
+def _index(positions: tuple[int, ...], device: torch.device) -> Tensor:
+    """Positions on a device. A list as an index would be copied there in every step, and could not be
+    while a CUDA graph is captured: the steps before it have put it here."""
+    with real_tensors():
+        return torch.tensor(positions, device=device)
 
 
 def add_squares(norms: Tensor, squares: Tensor, positions: list[int]) -> Tensor:
@@ -291,7 +309,7 @@ def total_norm(norms: Tensor, sharded: Tensor, replicated: list[int]) -> Tensor:
     """The norm of all gradients, of which every rank holds the replicated ones."""
     total = sharded.squeeze(0)
     if replicated:
-        total = total + norms[replicated].square().sum()
+        total = total + _at(norms, replicated).square().sum()
     return total.sqrt()
 
 

@@ -189,6 +189,9 @@ def no_cuda_graph(graph: StepGraph, layout: OptimizerLayout, config: Config) -> 
         return f"{layout.name} runs its own step(); pass fused=True if it has a fused kernel"
     if config.stop_unless_finite:
         return "stop_unless_finite waits for the GPU in every step"
+    if any(p.dtype == torch.float64 for p in layout.parameters.values()):
+        # Learning rates are read from the device, by kernels that take them as float32.
+        return "parameters in float64 would be updated by learning rates in float32"
     return ""
 
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fxzero
-from fxzero._compat import allocations_on_cpu
+from fxzero._compat import allocations_on
 from fxzero.cost import own_step
 from fxzero.cost.own_step import OwnStepMemory, memory_of_own_step
 from fxzero.errors import ConfigError, FxZeroWarning
@@ -80,7 +80,7 @@ def test_it_is_what_the_optimizer_allocates(kind: str) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    _, changes = allocations_on_cpu(optimizer.step)
+    _, changes = allocations_on("cpu", optimizer.step)
     memory = found(kind)
     state, most = held_by(optimizer), max(accumulate(changes))
     assert abs(memory.state_bytes - state) <= 1024

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import fxzero
+from examples.models import gpt_bench
 from tests.parity.models import EXAMPLES, Batch
 from tests.parity.test_step import WithLoss
 from tests.parity.training import (
@@ -36,9 +37,9 @@ two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL tak
 lowerings = pytest.mark.parametrize("lowering", ["eager", "inductor"])
 
 
-def batches() -> list[Batch]:
+def batches(dtype: torch.dtype = torch.float64) -> list[Batch]:
     """The whole batch of each step, on the current device."""
-    found = [make_batch(EXAMPLES["gpt"], torch.float64, seed) for seed in range(STEPS)]
+    found = [make_batch(EXAMPLES["gpt"], dtype, seed) for seed in range(STEPS)]
     return [{name: tensor.cuda() for name, tensor in batch.items()} for batch in found]
 
 
@@ -64,10 +65,13 @@ def test_one_device(lowering: str) -> None:
     )
 
 
-def step_losses(lowering: str, **options: Any) -> tuple[list[Tensor], nn.Module]:
+def step_losses(
+    lowering: str, dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[list[Tensor], nn.Module]:
     """Train the model by `compile_step`, with a learning rate that changes."""
+    torch._dynamo.reset()
     example = EXAMPLES["gpt"]
-    model = fxzero.shard(build(example, torch.float64).cuda(), zero=3)
+    model = fxzero.shard(build(example, dtype).cuda(), zero=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     step = fxzero.compile_step(
         WithLoss(model, example.loss),
@@ -76,7 +80,7 @@ def step_losses(lowering: str, **options: Any) -> tuple[list[Tensor], nn.Module]
         scheduler=LambdaLR(optimizer, lambda i: 1 / (i + 1)),
         options={"lower_regions": {"backend": lowering}, **options},
     )
-    return [step(**batch).loss for batch in batches() * 2], model
+    return [step(**batch).loss for batch in batches(dtype) * 2], model
 
 
 @lowerings
@@ -101,10 +105,46 @@ def test_whole_steps(lowering: str) -> None:
 @lowerings
 def test_a_cuda_graph_replays_the_same_bits(lowering: str) -> None:
     """Learning rates and batches change from step to step, and take effect."""
-    plain, model = step_losses(lowering)
-    replayed, other = step_losses(lowering, cuda_graph=True, strict=True)
+    plain, model = step_losses(lowering, torch.float32)
+    replayed, other = step_losses(lowering, torch.float32, cuda_graph=True, strict=True)
     assert all(torch.equal(a, b) for a, b in zip(plain, replayed, strict=True))
     assert_same(full_parameters(other), full_parameters(model), rtol=0)
+
+
+def test_a_cuda_graph_in_float64_is_refused() -> None:
+    """Its learning rates would be rounded to float32 by torch's kernels."""
+    with pytest.raises(fxzero.FxZeroError, match="float64"):
+        step_losses("eager", cuda_graph=True, strict=True)
+
+
+@lowerings
+@pytest.mark.parametrize("share", [0.9, 0.6])
+def test_a_memory_budget_holds(lowering: str, share: float) -> None:
+    """What the allocator counts is no more, and the losses are the same."""
+    losses, peaks = {}, {}
+    for budget in (0, 1):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = gpt_bench(num_layers=4, hidden=512, num_heads=8)
+        batch = [tensor.cuda() for tensor in model.example_inputs(8)]
+        fxzero.shard(model.cuda(), zero=3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        held = sum(3 * p.numel() * p.element_size() for p in model.parameters())
+        options: dict[str, Any] = {"lower_regions": {"backend": lowering}, "recompute": {}}
+        if budget:
+            options |= {"memory_budget": int(held + share * (peaks[0] - held))}
+        step = fxzero.compile_step(model, optimizer, options=options)
+        losses[budget] = [step(*batch).loss for _ in range(3)]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step(*batch)
+        torch.cuda.synchronize()
+        peaks[budget] = torch.cuda.max_memory_allocated() - before + held
+        if budget:
+            assert peaks[1] <= options["memory_budget"]
+        del model, optimizer, step
+    assert all(torch.equal(a, b) for a, b in zip(losses[0], losses[1], strict=True))
 
 
 @two_devices

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import fxzero
-from fxzero._compat import allocations_on_cpu
+from fxzero._compat import allocations_on
 from fxzero.compiler.compilation import Compilation
 from fxzero.cost import library_workspace
 from tests.parity import test_memory_budget as budgets
@@ -116,14 +116,14 @@ def test_nobody_elses_profile_is_touched() -> None:
     """Where somebody is profiling, formulas have to do."""
     with torch.profiler.profile(profile_memory=True) as profiler:
         with pytest.raises(RuntimeError):
-            allocations_on_cpu(lambda: torch.ones(1000))
+            allocations_on("cpu", lambda: torch.ones(1000))
         torch.ones(5)
     assert any(event.key == "aten::ones" for event in profiler.key_averages())
 
 
 def test_allocations_in_order() -> None:
     """Of what is called; nobody's random numbers are used up by it."""
-    result, changes = allocations_on_cpu(lambda: torch.ones(1000) + torch.ones(1000))
+    result, changes = allocations_on("cpu", lambda: torch.ones(1000) + torch.ones(1000))
     assert result.shape == (1000,)
     assert sorted(changes) == [-4000, -4000, 4000, 4000, 4000]
     assert changes[0] == 4000
