@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 from fxzero._compat import OpOverload, copy_node
 from fxzero.cost.analytic import value_bytes
-from fxzero.cost.kernel_table import KernelTable, read_table, table_for
+from fxzero.cost.kernel_table import WORTHWHILE, KernelTable, read_table, table_for
 from fxzero.errors import ConfigError, nearest
 from fxzero.graph import Phase, StepGraph
 from fxzero.graph.match import Pattern
@@ -300,7 +300,7 @@ class LowerKernels(DecidingPass[Kernels]):
         moved = sum(map(value_bytes, (*found.inputs, found.output, *results)))
         dtype = found.inputs[0].meta["val"].dtype
         speedup = table.speedup(found.idiom.kernel, dtype, moved)
-        return "no faster" if speedup is None or speedup < 1.0 else "", speedup
+        return "no faster" if speedup is None or speedup < WORTHWHILE else "", speedup
 
 
 def gpu_name(graph: StepGraph) -> str | None:

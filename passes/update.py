@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from fxzero._compat import create_node
+from fxzero.cost.kernel_table import WORTHWHILE
 from fxzero.errors import ConfigError
 from fxzero.graph import Phase, Role, Stamp, StepGraph
 from fxzero.graph.aliases import root
@@ -188,7 +189,7 @@ class Update(DecidingPass[Updates]):
             if table is not None:
                 dtype = layout.parameters[together.keys[0]].dtype
                 speedup = table.speedup(UPDATE, dtype, moved_bytes(graph, layout, together))
-            kernel = "fxzero" if forced or (speedup or 0.0) >= 1.0 else "torch"
+            kernel = "fxzero" if forced or (speedup or 0.0) >= WORTHWHILE else "torch"
             found.append(BucketUpdate(together.place, together.group, kernel, speedup))
         if UPDATE in self.kernels.force and not any(u.kernel == "fxzero" for u in found):
             where = f"on {layout.name}"

@@ -38,8 +38,8 @@ def free_storage(tensor: torch.Tensor) -> None:
 
 
 def allocations_on(device: str, call: Callable[[], Any]) -> tuple[Any, list[int]]:
-    """What a call returns, and by how many bytes each of its allocations on a kind of device changed
-    what is held there, in order: those of this thread and of what it calls.
+    """What a call returns, and by how many bytes each of its allocations on a kind of device
+    changed what is held there, in order: those of this thread and of what it calls.
 
     By torch's older profiler, whose records are in order of the calls, and which starts at once.
 

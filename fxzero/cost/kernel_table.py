@@ -18,6 +18,10 @@ import torch
 
 from fxzero.errors import ConfigError
 
+WORTHWHILE = 1.05
+"""From which speed-up on a kernel is taken: measurements scatter by less, and a kernel in a region
+keeps the compiler from fusing what stands beside it."""
+
 
 @dataclass(frozen=True)
 class Measured:

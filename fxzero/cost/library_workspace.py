@@ -122,7 +122,13 @@ def _key(node: fx.Node) -> Any:
         if isinstance(value, fx.Node):
             value = value.meta.get("val")
         if isinstance(value, Tensor):
-            return "tensor", tuple(value.shape), tuple(value.stride()), value.dtype, value.device.type
+            return (
+                "tensor",
+                tuple(value.shape),
+                tuple(value.stride()),
+                value.dtype,
+                value.device.type,
+            )
         return value
 
     arguments = pytree.tree_map(described, (node.args, node.kwargs), is_leaf=_is_node)
@@ -154,7 +160,5 @@ def _made_like(value: Any) -> Any:
     """Memory of a value's layout: halves, and zeros, which are indices of whatever there is."""
     if not isinstance(value, Tensor):
         return value
-    like = torch.empty_strided(
-        value.shape, value.stride(), dtype=value.dtype, device=value.device
-    )
+    like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     return like.fill_(0.5 if value.dtype.is_floating_point else 0)

@@ -88,9 +88,7 @@ def _try(
         )
         found = _fused(kernel, kind, state, settings, _in(dtype, start), grads)
         rounded = 0.0 if device == "cpu" or dtype == torch.float64 else _of_rounded_betas(kind)
-        return all(
-            _is_near(a, b, c, rounded) for a, b, c in zip(found, loop, exact, strict=True)
-        )
+        return all(_is_near(a, b, c, rounded) for a, b, c in zip(found, loop, exact, strict=True))
 
 
 def _of_rounded_betas(kind: type[Optimizer]) -> float:
