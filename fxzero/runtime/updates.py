@@ -287,8 +287,8 @@ def _at(norms: Tensor, positions: list[int]) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _index(positions: tuple[int, ...], device: torch.device) -> Tensor:
-    """Positions on a device. A list as an index would be copied there in every step, and could not be
-    while a CUDA graph is captured: the steps before it have put it here."""
+    """Positions on a device. A list as an index would be copied there in every step, and could not
+    be while a CUDA graph is captured: the steps before it have put it here."""
     with real_tensors():
         return torch.tensor(positions, device=device)
 

@@ -102,13 +102,22 @@ def test_whole_steps(lowering: str) -> None:
     assert_same(full_parameters(model), full_parameters(reference), RTOL[torch.float64])
 
 
+def are_same(found: list[Tensor], expected: list[Tensor], lowering: str) -> bool:
+    """Bitwise, or to rounding under Inductor, which times several kernels in each compilation and
+    takes the fastest: two compilations of one step differ on a GPU."""
+    rtol = 0.0 if lowering == "eager" else 1e-5
+    pairs = zip(found, expected, strict=True)
+    return all((a - b).abs() <= rtol * b.abs() for a, b in pairs)
+
+
 @lowerings
-def test_a_cuda_graph_replays_the_same_bits(lowering: str) -> None:
+def test_a_cuda_graph_computes_the_same(lowering: str) -> None:
     """Learning rates and batches change from step to step, and take effect."""
     plain, model = step_losses(lowering, torch.float32)
     replayed, other = step_losses(lowering, torch.float32, cuda_graph=True, strict=True)
-    assert all(torch.equal(a, b) for a, b in zip(plain, replayed, strict=True))
-    assert_same(full_parameters(other), full_parameters(model), rtol=0)
+    assert are_same(replayed, plain, lowering)
+    rtol = 0 if lowering == "eager" else 1e-5
+    assert_same(full_parameters(other), full_parameters(model), rtol=rtol)
 
 
 def test_a_cuda_graph_in_float64_is_refused() -> None:
@@ -144,7 +153,7 @@ def test_a_memory_budget_holds(lowering: str, share: float) -> None:
         if budget:
             assert peaks[1] <= options["memory_budget"]
         del model, optimizer, step
-    assert all(torch.equal(a, b) for a, b in zip(losses[0], losses[1], strict=True))
+    assert are_same(losses[1], losses[0], lowering)
 
 
 @two_devices
