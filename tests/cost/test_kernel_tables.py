@@ -17,7 +17,12 @@ FILES = [*(resources.files("fxzero.kernels") / "tables").iterdir()]
 def test_a_table_is_found_by_the_name_of_its_device(file: object) -> None:
     table = read_table(str(file))
     assert table_for(table.device) == table
-    assert {row.kernel for row in table.rows} <= {*KERNELS, UPDATE}
+    own = {
+        *KERNELS,
+        UPDATE,
+        "add_rms_norm",
+    }  # the last is for whoever calls it: no pattern finds it
+    assert {row.kernel for row in table.rows} <= own
     assert all(row.kernel_us > 0 and row.compiler_us > 0 for row in table.rows)
 
 
