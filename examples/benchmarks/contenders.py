@@ -9,6 +9,10 @@
     inductor        ddp under torch.compile: the whole model in as few graphs as it can
     deepspeed-1     DeepSpeed ZeRO-1 with torch's fused AdamW, buckets of its default sizes;
                     deepspeed-2 and deepspeed-3 alike
+    fxzero-pipeline     stages of a pipeline, with fxzero's ZeRO inside
+    pipelining          torch.distributed.pipelining, stages compiled
+    pipelining-fsdp2    the same with FSDP2 inside, whose parameters stay gathered through a step,
+                        as torchtitan does it; pipelining-reshard: gathered for each micro-batch
     alone           fxzero.compile_step in every process for itself: compute without transfers
 
 All get the same weights and the same optimizer, so that only the way to train differs.
@@ -130,6 +134,26 @@ def simple_fsdp(model: GPT, job: Job) -> Training:
     return ordinary(torch.compile(model, fullgraph=True, options=options))
 
 
+def fxzero_pipeline(model: GPT, job: Job) -> Training:
+    """fxzero with stages of a pipeline, and a ZeRO stage inside of each."""
+    from examples.benchmarks.pipelining import FxzeroPipeline
+
+    step = FxzeroPipeline(model, job)
+    return Training(step.module, step.optimizer, step)
+
+
+def torch_pipeline(reshard: bool | None) -> Callable[[GPT, Job], Training]:
+    """torch.distributed.pipelining, with FSDP2 inside unless `reshard` is None."""
+
+    def build(model: GPT, job: Job) -> Training:
+        from examples.benchmarks.pipelining import TorchPipeline
+
+        step = TorchPipeline(model, job, reshard)
+        return Training(step.module, step.optimizer, step)
+
+    return build
+
+
 def ddp(model: GPT, job: Job) -> Training:
     """DistributedDataParallel as it comes."""
     return ordinary(DistributedDataParallel(model))
@@ -164,6 +188,10 @@ CONTENDERS = {
     "alone": Contender(
         fxzero_step, zero=0, imports=["fxzero", "fxzero.backend"], communicates=False
     ),
+    "fxzero-pipeline": Contender(fxzero_pipeline, zero=None, imports=["fxzero", "fxzero.backend"]),
+    "pipelining": Contender(torch_pipeline(None), zero=0),
+    "pipelining-fsdp2": Contender(torch_pipeline(False), zero=2),
+    "pipelining-reshard": Contender(torch_pipeline(True), zero=3),
     "ddp": Contender(ddp, zero=0),
     "fsdp2": Contender(fsdp2, zero=3),
     "fsdp2_compile": Contender(fsdp2_compile, zero=3),

@@ -26,6 +26,7 @@ from examples.benchmarks.workload import Job
 from fxzero.compiler.compilation import observers
 
 RANK = int(os.environ.get("RANK", "0"))
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 MESSAGE_BYTES = 8 << 20
 """Of the messages that measure the link: a bucket's size."""
 
@@ -42,7 +43,7 @@ def measure_steps(job: Job, meter: PeakMeter) -> dict[str, Any]:
     baseline_bytes = start(meter)
     compilations = observe() if job.simulate else []
     training = build(job)
-    seconds, losses = [], []
+    seconds, losses, waited_s = [], [], []
     compile_peak_bytes = 0
     for step in range(job.warmup + job.steps):
         if step == job.warmup - 1:
@@ -50,16 +51,18 @@ def measure_steps(job: Job, meter: PeakMeter) -> dict[str, Any]:
         if step == job.warmup:
             compile_peak_bytes = meter.peak_bytes()
             meter.reset()
-        batch = job.workload.sample(step, RANK)
+        batch = job.sample(step, RANK, RANKS)
         meet()  # a rank that comes early must not time its wait for the others
         loss, step_s = timed_s(job.workload.device, lambda batch=batch: training.step(*batch))
         seconds.append(step_s)
         losses.append(loss.item())
+        waited_s.append(getattr(training.step, "waited_s", [0.0])[0])
     steady_peak_bytes = meter.peak_bytes()
     return {
         "first_step_s": seconds[0],
         "step_ms": [step_s * 1e3 for step_s in seconds[job.warmup :]],
         "losses": losses,
+        "idle_shares": [w / s for w, s in zip(waited_s, seconds, strict=True)][job.warmup :],
         "peak_bytes": steady_peak_bytes - baseline_bytes,
         "peak_with_compile_bytes": max(compile_peak_bytes, steady_peak_bytes) - baseline_bytes,
         **traffic(training.model, job),
@@ -111,7 +114,7 @@ def measure_first_backward(job: Job, meter: PeakMeter) -> dict[str, Any]:
     """Time the first forward and backward, which compile; of a compiled step the first step."""
     baseline_bytes = start(meter)
     training = build(job)
-    batch = job.workload.sample(0, RANK)
+    batch = job.sample(0, RANK, RANKS)
 
     def first() -> None:
         if job.contender == "fxzero-step":

@@ -96,7 +96,11 @@ class Job:
     """ZeRO stage of the fxzero contender; the peers have their own."""
     fxzero_options: Mapping[str, Any] = field(default_factory=dict)
     micro_batches: int = 1
-    """Of fxzero's own step: into how many parts it splits the batch."""
+    """Of fxzero's own step, and of pipelines: into how many parts it splits the batch."""
+    stages: int = 1
+    """Of a pipeline; its ranks train on the batches of all of them together."""
+    schedule: str = "1f1b"
+    """Of a pipeline."""
     warmup: int = 4
     steps: int = 12
     threads: int = 1
@@ -105,6 +109,15 @@ class Job:
     simulate: bool = False
     """Also simulate what fxzero compiled, which keeps its graphs in memory."""
     timeout_s: float = 900.0
+
+    def sample(self, step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+        """Return the batch of a step: a rank's own, or that of all ranks of its pipeline, so that
+        every contender trains on the same tokens."""
+        replicas = ranks // self.stages
+        of_pipeline = range(rank % replicas, ranks, replicas)
+        parts = [self.workload.sample(step, each) for each in of_pipeline]
+        tokens, targets = (torch.cat(each) for each in zip(*parts, strict=True))
+        return tokens, targets
 
     def write(self, path: Path) -> None:
         """Store the job where the ranks will read it."""

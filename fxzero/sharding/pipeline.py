@@ -36,6 +36,8 @@ PIPELINE = "pipeline"
 
 Holders = Mapping[str, tuple[int, ...]]
 """By a parameter's name, the stages that hold it, first one first."""
+StagesByModule = Mapping[str, int | Sequence[int]]
+"""By the path of a module, its stage, or the stages that each hold its parameters."""
 find_holders: Callable[[nn.Module, Any, int], dict[str, tuple[int, ...]]] | None = None
 """What finds them from example inputs, for so many stages: it captures a step, by rooms above this
 one, which `fxzero` has put here."""
@@ -182,13 +184,13 @@ class Layouts:
 
 
 def holders_by_name(
-    model: nn.Module, stages: Mapping[str, int], place_of: Sequence[int], schedule: str
+    model: nn.Module, stages: StagesByModule, place_of: Sequence[int], schedule: str
 ) -> dict[str, tuple[int, ...]]:
     """The stages that hold each parameter, from those of modules.
 
     Args:
-        stages: by the path of a module, or the beginning of some, its stage; the longest path that
-            fits decides.
+        stages: by the path of a module, or the beginning of some, its stage, or several that hold
+            its parameters; the longest path that fits decides.
         place_of: by stage, where it lies.
         schedule: what says so.
 
@@ -200,12 +202,12 @@ def holders_by_name(
         raise ConfigError(
             f"stages={stages!r} must be a mapping: by the path of a module, its stage"
         )
-    numbers = set(stages.values())
-    wrong = {p: s for p, s in stages.items() if isinstance(s, bool) or not isinstance(s, int)}
-    if wrong or numbers != set(range(len(numbers))):
+    held_by = {path: _numbers(held) for path, held in stages.items()}
+    numbers = {stage for held in held_by.values() for stage in held}
+    if not all(held_by.values()) or numbers != set(range(len(numbers))):
         raise ConfigError(
-            f"stages={dict(stages)!r}: every stage is a number, and they are numbered from 0 "
-            "without a gap."
+            f"stages={dict(stages)!r}: every stage is a number, or a tuple of some, and they are "
+            "numbered from 0 without a gap."
         )
     if len(numbers) != len(place_of):
         raise ConfigError(
@@ -227,10 +229,10 @@ def holders_by_name(
     found: dict[str, tuple[int, ...]] = {}
     lost = []
     for name, parameter in model.named_parameters():
-        held = {_stage_of(other, stages) for other in names[id(parameter)]}
-        if None in held:
+        parts = [_stages_of(other, held_by) for other in names[id(parameter)]]
+        if not all(parts):
             lost.append(name)
-        found[name] = tuple(sorted(stage for stage in held if stage is not None))
+        found[name] = tuple(sorted({stage for part in parts for stage in part}))
     if lost:
         raise ConfigError(
             f"stages= says nothing of {', '.join(lost[:6])}{' …' if len(lost) > 6 else ''}. Name "
@@ -239,11 +241,17 @@ def holders_by_name(
     return found
 
 
-def _stage_of(name: str, stages: Mapping[str, int]) -> int | None:
-    """The stage of the longest path that a parameter's name begins with."""
+def _numbers(held: object) -> tuple[int, ...]:
+    """One stage, or several, as a tuple; an empty one if that is no number."""
+    several = tuple(held) if isinstance(held, (tuple, list, set, frozenset)) else (held,)
+    return several if all(type(stage) is int for stage in several) else ()
+
+
+def _stages_of(name: str, held_by: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The stages of the longest path that a parameter's name begins with; none if none fits."""
     path = name.rpartition(".")[0]
-    while path not in stages:
+    while path not in held_by:
         if not path:
-            return None
+            return ()
         path = path.rpartition(".")[0]
-    return stages[path]
+    return held_by[path]

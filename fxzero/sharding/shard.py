@@ -66,6 +66,7 @@ from fxzero.sharding.params import (
 from fxzero.sharding.pipeline import (
     Holders,
     Layouts,
+    StagesByModule,
     check_axes,
     has_pipeline,
     holders_by_name,
@@ -91,7 +92,7 @@ def shard(
     broadcast_buffers: bool = True,
     gather_group: bool = False,
     offload: bool = False,
-    stages: Mapping[str, int] | None = None,
+    stages: StagesByModule | None = None,
     example_inputs: Any = None,
     schedule: str = "1f1b",
 ) -> nn.Module:
@@ -127,7 +128,8 @@ def shard(
             Do not move the model afterwards. In `compile_step` it is ``memory="all_host"``, or
             ``"states_host"`` if that is asked for.
         stages: of a pipeline, by the path of a module its stage, numbered from 0 in the order of
-            the forward. What lies inside of a module is of its stage unless it is named itself.
+            the forward. What lies inside of a module is of its stage unless it is named itself. A
+            module whose parameters several stages read has all of theirs: ``{"wte": (0, 3), …}``.
         example_inputs: of a pipeline, instead of `stages`: the model's arguments, for a
             micro-batch, by which stages are found that take equally long. A tuple, or a mapping of
             keyword arguments.
@@ -306,7 +308,7 @@ def replace_specs(module: nn.Module, specs: dict[str, ParamSpec]) -> None:
 
 def _check_pipeline(
     mesh: DeviceMesh | None,
-    stages: Mapping[str, int] | None,
+    stages: StagesByModule | None,
     example_inputs: Any,
     offload: bool,
     gather_group: bool,
@@ -349,7 +351,7 @@ def _check_pipeline(
 def _holders(
     model: nn.Module,
     mesh: DeviceMesh | None,
-    stages: Mapping[str, int] | None,
+    stages: StagesByModule | None,
     example_inputs: Any,
     schedule: str,
 ) -> Holders:
