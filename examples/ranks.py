@@ -44,6 +44,13 @@ def mean_over_ranks(value: Tensor) -> float:
     return value.item() / world_size()
 
 
+def from_rank_0(value: Tensor) -> Tensor:
+    """Rank 0's value, on every rank. A collective call."""
+    if dist.is_initialized():
+        dist.broadcast(value, 0)
+    return value
+
+
 def set_threads(threads: int | None) -> None:
     """CPU threads of this rank: those asked for, else OMP_NUM_THREADS, else a share of the cores.
 

@@ -69,6 +69,22 @@ class PrecisionSettings:
 
 
 @dataclass
+class MeshSettings:
+    """How ranks are laid out; parameters are sharded over those that are left."""
+
+    pipeline: int
+    """Ranks along a pipeline: 1 for none."""
+    replicate: int
+    """Replicas, each of which is sharded by itself."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number of ranks."""
+        for name in ("pipeline", "replicate"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"mesh.{name}={getattr(self, name)} must be 1 or more")
+
+
+@dataclass
 class TrainerSettings:
     """The loop."""
 
@@ -126,6 +142,10 @@ class Settings:
     data: DataSettings
     zero: int
     """ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
+    mesh: MeshSettings
+    schedule: str | None
+    """Of a pipeline: gpipe, 1f1b, zb_h1, interleaved, breadth_first, zbv or a CSV file; null is
+    1f1b."""
     memory_budget: str
     """The most memory that a rank's step may take at its peak; the compiler's setting."""
     optimizer: dict[str, Any]
@@ -152,6 +172,13 @@ class Settings:
                 raise SettingsError(f"{group}._target_ must name what makes it: {group}=NAME")
         if self.compiler() != Config() and not self.trainer.compile:
             raise SettingsError("fxzero's settings have no effect under trainer.compile=false")
+        if self.mesh.pipeline == 1 and self.schedule is not None:
+            raise SettingsError(
+                f"schedule={self.schedule} orders the stages of a pipeline, and mesh.pipeline=1: "
+                "add mesh=pipeline2"
+            )
+        if self.mesh.pipeline > 1 and self.trainer.step is Step.eager:
+            raise SettingsError("a pipeline runs whole steps: it needs trainer.step=compiled")
         if self.precision.param_dtype is Dtype.float16 and self.trainer.step is Step.eager:
             raise SettingsError("precision=fp16 scales the loss: that needs trainer.step=compiled")
 

@@ -2,6 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train.py
     torchrun --standalone --nproc-per-node 2 examples/train.py -m zero=0,1,2,3
+    torchrun --standalone --nproc-per-node 2 examples/train.py \
+        mesh=pipeline2 schedule=1f1b trainer.micro_batches=4
     python examples/train.py data=text data.path=book.txt model=gpt_lite optimizer.lr=6e-4
 
 Two lines are fxzero's: `fxzero.shard`, and `fxzero.compile_step` or ``backend="fxzero"``.
@@ -16,11 +18,11 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import hydra
 import torch
@@ -40,8 +42,10 @@ import fxzero
 from examples.data import Batches, file_text, split, stdlib_text
 from examples.failures import SettingsError
 from examples.logs import RunLog, StepNumbers, open_log
+from examples.meshes import check_ranks, make_mesh, reader, whole_state
 from examples.models import GPT
 from examples.ranks import (
+    from_rank_0,
     launch,
     mean_over_ranks,
     rank,
@@ -65,15 +69,17 @@ def train(settings: Settings, output: Path) -> float:
     model = fxzero.shard(
         model,
         zero=settings.zero,
+        mesh=make_mesh(settings.mesh),
         param_dtype=settings.precision.param_dtype.value,
         reduce_dtype=settings.precision.reduce_dtype.value,
+        **in_stages(model, settings),
     )
     torch.manual_seed(trainer.seed + rank())  # ranks start alike and drop out differently
 
     optimizer = make_optimizer(model, settings)
     schedule = make_schedule(optimizer, trainer)
     run_step = make_step(model, optimizer, schedule, settings)
-    train_batches, val_batches = make_batches(settings.data, trainer, model.config.block_size)
+    train_batches, val_batches = make_batches(settings, model.config.block_size)
     tokens_per_step = trainer.batch_size * model.config.block_size
 
     with open_log(output, settings) as log:
@@ -101,12 +107,23 @@ def train(settings: Settings, output: Path) -> float:
                 log.step(step, numbers)
                 since = now
             if step % trainer.val_every == 0 and step < trainer.steps:
-                val_loss = evaluate(model, val_batches, trainer.val_batches)
+                (val_loss,) = evaluate(model, [val_batches], settings)
                 log.record(step, val_loss=val_loss)
                 log.say(f"after {step} steps: validation loss {val_loss:.3f}")
                 since = Mark.at(step, model)
 
         return finish(model, train_batches, val_batches, settings, log)
+
+
+def in_stages(model: GPT, settings: Settings) -> dict[str, Any]:
+    """What `fxzero.shard` has to know to cut a model into the stages of a pipeline."""
+    if settings.mesh.pipeline == 1:
+        return {}
+    trainer = settings.trainer
+    _, readers = reader(settings.mesh, world_size())
+    rows = trainer.batch_size // readers // trainer.micro_batches
+    inputs = model.example_inputs(rows)
+    return {"example_inputs": inputs, "schedule": settings.schedule or "1f1b"}
 
 
 def make_step(
@@ -168,8 +185,7 @@ def finish(
 ) -> float:
     """Final losses on both parts of the text, and a sample."""
     trainer = settings.trainer
-    train_loss = evaluate(model, train_batches, trainer.val_batches)
-    val_loss = evaluate(model, val_batches, trainer.val_batches)
+    train_loss, val_loss = evaluate(model, [train_batches, val_batches], settings)
     log.record(trainer.steps, final_train_loss=train_loss, final_val_loss=val_loss)
     if trainer.sample_length:
         whole = full_copy(model, settings)
@@ -201,11 +217,10 @@ def make_schedule(optimizer: Optimizer, trainer: TrainerSettings) -> LambdaLR:
     return LambdaLR(optimizer, factor)
 
 
-def make_batches(
-    data: DataSettings, trainer: TrainerSettings, block_size: int
-) -> tuple[Batches, Batches]:
+def make_batches(settings: Settings, block_size: int) -> tuple[Batches, Batches]:
     """This rank's batches to train and to validate on."""
-    return text_batches(data, trainer, block_size, rank(), world_size())
+    part, parts = reader(settings.mesh, world_size())
+    return text_batches(settings.data, settings.trainer, block_size, part, parts)
 
 
 def text_batches(
@@ -220,13 +235,28 @@ def text_batches(
     return train_batches, val_batches
 
 
+def evaluate(model: GPT, parts: Sequence[Batches], settings: Settings) -> list[float]:
+    """The mean loss over the first batches of each part, the same on every rank. A collective call.
+
+    Stages of a pipeline compute by whole steps alone: there rank 0 evaluates a copy of the model.
+    """
+    if settings.mesh.pipeline == 1:
+        return [mean_over_ranks(mean_loss(model, part, settings)) for part in parts]
+    whole = full_copy(model, settings)
+    losses = torch.zeros(len(parts))
+    if whole is not None:
+        losses = torch.stack([mean_loss(whole, part, settings).cpu() for part in parts])
+    return from_rank_0(losses).tolist()
+
+
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Batches, num_batches: int) -> float:
-    """The mean loss over the first batches, the same on every rank. A collective call."""
+def mean_loss(model: GPT, batches: Batches, settings: Settings) -> Tensor:
+    """The mean loss over this rank's rows of the first batches: 0-d."""
     model.eval()
-    losses = [model(*to_device(batches[i], model)) for i in range(num_batches)]
+    count = settings.trainer.val_batches
+    losses = [model(*to_device(batches[i], model)) for i in range(count)]
     model.train()
-    return mean_over_ranks(torch.stack(losses).mean())
+    return torch.stack(losses).mean()
 
 
 def full_copy(model: GPT, settings: Settings) -> GPT | None:
@@ -235,11 +265,7 @@ def full_copy(model: GPT, settings: Settings) -> GPT | None:
     A sharded model would gather every layer again for every token. Where a copy does not fit on
     one rank, set trainer.sample_length=0.
     """
-    whole = {}
-    for name, value in model.state_dict().items():
-        full = value.full_tensor() if isinstance(value, DTensor) else value
-        if rank() == 0:
-            whole[name] = full
+    whole = whole_state(model)
     if rank():
         return None
     with torch.device("meta"):
@@ -334,12 +360,15 @@ def check(settings: Settings, num_ranks: int) -> None:
     optimizer = made("optimizer", lambda: make_optimizer(model, settings))
     if not isinstance(optimizer, Optimizer):
         raise SettingsError(f"optimizer._target_ made a {type(optimizer).__name__}, no optimizer")
-    text_batches(settings.data, trainer, model.config.block_size, 0, num_ranks)
-    rows = trainer.batch_size // num_ranks
+    check_ranks(settings.mesh, num_ranks)
+    _, readers = reader(settings.mesh, num_ranks)
+    text_batches(settings.data, trainer, model.config.block_size, 0, readers)
+    rows = trainer.batch_size // readers
     if rows % trainer.micro_batches:
         raise SettingsError(
             f"trainer.micro_batches={trainer.micro_batches} does not divide the {rows} rows of "
-            f"each rank: trainer.batch_size={trainer.batch_size} over {num_ranks} ranks"
+            f"each rank: trainer.batch_size={trainer.batch_size} over {readers} "
+            + ("ranks" if settings.mesh.pipeline == 1 else "pipelines")
         )
 
 

@@ -290,7 +290,7 @@ def _index(positions: tuple[int, ...], device: torch.device) -> Tensor:
     """Positions on a device. A list as an index would be copied there in every step, and could not
     be while a CUDA graph is captured: the steps before it have put it here."""
     with real_tensors():
-        return torch.tensor(positions, device=device)
+        return torch.tensor(positions, dtype=torch.int64, device=device)
 
 
 def add_squares(norms: Tensor, squares: Tensor, positions: list[int]) -> Tensor:
