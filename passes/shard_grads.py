@@ -225,11 +225,11 @@ def place_reductions(graph: StepGraph, spec: ParamSpec, parts: list[Partial]) ->
         with graph.graph.inserting_before(anchor.next), graph.made_for(origin):
             grad = _sum(graph, part.grads, compute)
             if len(parts) > 1 and not reduce_each:
-                grad = _own(graph, grad, spec.dtype, compute)
+                grad = _addable(graph, grad, spec.dtype, compute, first=total is None)
             if reduce_each or len(parts) == 1:
                 grad = _synchronise(graph, grad, spec, part.markers, stamp, compute)
             if len(parts) > 1 and reduce_each and spec.shard_group is None:
-                grad = _own(graph, grad, spec.dtype, compute)
+                grad = _addable(graph, grad, spec.dtype, compute, first=total is None)
             if total is None:
                 total = grad
             else:
@@ -269,17 +269,35 @@ def has_layout(tensor: torch.Tensor, like: torch.Tensor) -> bool:
     return all(mine == theirs for size, mine, theirs in pairs if size > 1)
 
 
-def _own(graph: StepGraph, grad: fx.Node, dtype: torch.dtype, compute: Stamp) -> fx.Node:
-    """A gradient that others may be added to in place: contiguous, and in nobody's sight."""
+def _addable(
+    graph: StepGraph, grad: fx.Node, dtype: torch.dtype, compute: Stamp, *, first: bool
+) -> fx.Node:
+    """A gradient in the dtype of the sum; the first one such that others may be added to it in
+    place: contiguous, and in nobody's sight."""
     value: torch.Tensor = grad.meta["val"]
     if value.dtype != dtype:
         return graph.call(_aten._to_copy.default, (grad,), {"dtype": dtype}, stamp=compute)
-    others = [u for u in grad.users if stamp_of(u).role not in (Role.RESHARD, Role.ACCUMULATE)]
-    alone = grad.op == "call_function" and not is_view(grad) and len(grad.users) < 2 and not others
-    if alone and value.is_contiguous():
+    if not first or (value.is_contiguous() and _is_nobody_elses(grad)):
         return grad
     form = {"memory_format": torch.contiguous_format}
     return graph.call(_aten.clone.default, (grad,), form, stamp=compute)
+
+
+def _is_nobody_elses(grad: fx.Node) -> bool:
+    """Whether a gradient is what an operator has made for it alone, or a view of all of that."""
+    node = grad
+    while is_view(node) and len(node.all_input_nodes) == 1:
+        (source,) = node.all_input_nodes
+        if len(source.users) > 1:
+            return False
+        node = source
+    if node.op != "call_function" or is_view(node):
+        return False
+    made, value = node.meta.get("val"), grad.meta["val"]
+    if not isinstance(made, torch.Tensor) or made.numel() != value.numel():
+        return False
+    marks = (Role.RESHARD, Role.ACCUMULATE)
+    return len(grad.users) < 2 and all(stamp_of(user).role in marks for user in grad.users)
 
 
 def _synchronise(

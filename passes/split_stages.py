@@ -39,6 +39,11 @@ from fxzero.sharding.pipeline import Pipeline
 _aten = torch.ops.aten
 
 
+def _is_reshard(node: fx.Node) -> bool:
+    """Whether a node marks a gradient."""
+    return node.op == "call_function" and stamp_of(node).role is Role.RESHARD
+
+
 class _Part:
     """The part of a micro-step's graph that one rank runs."""
 
@@ -55,12 +60,13 @@ class _Part:
         self.made: dict[tuple[fx.Node, int], fx.Node] = {}
         """By node and stage, what stands for it there."""
         self.graph = self._empty()
-        by_stage: dict[tuple[Phase, int], list[fx.Node]] = {}
+        self.nodes: dict[tuple[Phase, int], list[fx.Node]] = {}
+        """By phase and stage, what is copied: markers of gradients right behind them, so that no
+        gradient waits for the backward's end."""
         for node in graph.graph.nodes:
-            if node in stages.of:
-                phase = stamp_of(node).phase
-                by_stage.setdefault((phase, stages.of[node]), []).append(node)
-        self.nodes = by_stage
+            stage = stages.of.get(root(node.all_input_nodes[0]) if _is_reshard(node) else node)
+            if stage is not None:
+                self.nodes.setdefault((stamp_of(node).phase, stage), []).append(node)
 
     def _empty(self) -> StepGraph:
         """A graph that has the same inputs, but for parameters of others, and nothing else yet."""
@@ -102,7 +108,9 @@ class _Part:
         for node in self.nodes.get((Phase.FORWARD, stage), ()):
             self._copy(node, stage, Phase.FORWARD)
         for node in self.nodes.get((Phase.BACKWARD, stage), ()):
-            for source in node.all_input_nodes:  # what forward's values look like to backward
+            for source in (
+                () if _is_reshard(node) else node.all_input_nodes
+            ):  # what forward's values look like to backward
                 if self._is_forwards_own(source, stage):
                     self.at(source, stage, Phase.FORWARD)
         if stage + 1 < self.pipeline.num_stages:
@@ -133,11 +141,6 @@ class _Part:
             self._pass_on(crossing, stage + 1, stage, Phase.BACKWARD)
         for node in self.nodes.get((Phase.BACKWARD, stage), ()):
             self._copy(node, stage, Phase.BACKWARD)
-        for node in self.old.graph.nodes:
-            if node.op == "call_function" and stamp_of(node).role is Role.RESHARD:
-                owner = root(node.all_input_nodes[0])
-                if self.stages.of.get(owner) == stage:
-                    self._copy(node, stage, Phase.BACKWARD)
         if stage > 0:
             self._give(self.stages.crossing_down(stage), stage, stage - 1, Phase.BACKWARD)
         if self.halves:

@@ -26,6 +26,7 @@ from fxzero._compat import (
     keep_layout,
     let_anomaly_mode_read_dtensors,
     return_free_memory,
+    trim_heap,
     write_no_asserts_without_symbols,
 )
 from fxzero.errors import FxZeroWarning, ShardingError
@@ -517,6 +518,10 @@ def _spec_maker(
     return make
 
 
+_TRIM_BYTES = 32 << 20
+"""Of full parameters, after which the process gives back what was freed of them."""
+
+
 def _shard_modules(
     model: nn.Module,
     mesh: DeviceMesh | None,
@@ -535,6 +540,7 @@ def _shard_modules(
         The parameters that have replaced others, by the identity of those.
     """
     done: dict[int, tuple[nn.Parameter, ParamSpec]] = {}
+    passed_bytes = 0
     owned_by: dict[int, tuple[nn.Parameter, nn.Module, str]] = {}  # an id needs a living object
     for path, module in list(model.named_modules()):
         originals = {n: p for n, p in module._parameters.items() if p is not None}
@@ -556,6 +562,7 @@ def _shard_modules(
                 spec = make_spec(f"{path}.{name}" if path else name, full)
                 if isinstance(module, MIXED):
                     spec = dataclasses.replace(spec, compute_dtype=full.dtype)
+                passed_bytes += full.nbytes
                 parameter = _split(full, spec, mesh, device)
                 spec = register(dataclasses.replace(spec, parameter=weakref.ref(parameter)))
                 specs[spec.name] = spec
@@ -570,6 +577,9 @@ def _shard_modules(
             if mesh is not None or offload or spec.compute_dtype != spec.dtype:
                 keys[name] = spec.key
         mark(module, keys, getattr(model, STATE))
+        if mesh is not None and device.type == "cpu" and passed_bytes > _TRIM_BYTES:
+            passed_bytes = 0
+            trim_heap()  # full parameters lie between parts that stay, and would stay with them
     _broadcast_buffers(model, mesh)
     replaced_by = {}
     for identity, (parameter, _) in done.items():
