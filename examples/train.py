@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -245,7 +245,8 @@ def evaluate(model: GPT, parts: Sequence[Batches], settings: Settings) -> list[f
     whole = full_copy(model, settings)
     losses = torch.zeros(len(parts))
     if whole is not None:
-        losses = torch.stack([mean_loss(whole, part, settings).cpu() for part in parts])
+        rows = [replace(part, rank=0, world_size=1) for part in parts]
+        losses = torch.stack([mean_loss(whole, part, settings).cpu() for part in rows])
     return from_rank_0(losses).tolist()
 
 

@@ -7,7 +7,7 @@ statistics. Ranks of one pipeline get the same rows, its replicas get others.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from hydra import compose, initialize_config_module
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,6 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fxzero
+from examples.settings import Settings
+from examples.train import train
 from fxzero.errors import ShardingError
 from tests.parity.harness import Pools
 from tests.tiers import exhaustive
@@ -151,6 +154,21 @@ class Late(nn.Module):
         return F.mse_loss(out, y)
 
 
+class Reread(nn.Module):
+    """A head that is the embedding itself, read a second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.h = nn.ModuleList(Block(8) for _ in range(4))
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.h:
+            x = block(x)
+        return F.cross_entropy(F.linear(x, self.embed.weight).flatten(0, 1), targets.flatten())
+
+
 class Twice(nn.Module):
     """One layer at both ends, and layers between them that are trained only at the end."""
 
@@ -192,7 +210,7 @@ def images(generator: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
 class Example:
     build: Callable[[], nn.Module]
     batch: Callable[[torch.Generator, int], tuple[Tensor, Tensor]]
-    stages: Mapping[int, dict[str, int]] = field(default_factory=dict)
+    stages: Mapping[int, Mapping[str, int | Sequence[int]]] = field(default_factory=dict)
 
 
 EXAMPLES = {
@@ -220,6 +238,7 @@ EXAMPLES = {
     "checkpointed": Example(Checkpointed, tokens, {2: gpt_stages(2)}),
     "late": Example(Late, numbers, {2: {"first": 0, "last": 1}}),
     "twice": Example(Twice, numbers),
+    "reread": Example(Reread, tokens, {2: {"embed": (0, 1), "h": 0, "h.2": 1, "h.3": 1}}),
 }
 CHUNKS = {"interleaved": 2, "breadth_first": 2, "zbv": 2}
 
@@ -469,6 +488,12 @@ def test_a_layer_at_both_ends(world: int, ranks: Pools) -> None:
 
 
 @pytest.mark.parametrize("world", [2])
+def test_a_module_of_two_stages(world: int, ranks: Pools) -> None:
+    here = ranks(world).run(in_stages, Case("reread", clip=0.1))
+    assert all("embed.weight" in names for names in here)
+
+
+@pytest.mark.parametrize("world", [2])
 def test_frozen_layers_of_several_stages(world: int, ranks: Pools) -> None:
     """Autograd numbers nothing of them."""
     ranks(world).run(in_stages, Case(schedule="interleaved", frozen="h"))
@@ -480,10 +505,14 @@ def refused(kind: str) -> str:
     case = Case({"buffer": "late", "checkpoint": "checkpointed"}.get(kind, "gpt"))
     model = case.model()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pipeline",))
-    stages = dict(EXAMPLES[case.example].stages[2])
+    stages: dict[str, Any] = dict(EXAMPLES[case.example].stages[2])
     try:
         if kind == "gap":
             fxzero.shard(model, mesh=mesh, stages={**stages, "head": 3})
+        elif kind == "no number":
+            fxzero.shard(model, mesh=mesh, stages={**stages, "head": "last"})
+        elif kind == "several, one of none":
+            fxzero.shard(model, mesh=mesh, stages={**stages, "embed": (0, 2)})
         elif kind == "unknown":
             fxzero.shard(model, mesh=mesh, stages={**stages, "h.7": 1})
         elif kind == "left out":
@@ -545,6 +574,8 @@ def _message(call: Callable[[], object]) -> str:
         ("unknown", "the model has no such module"),
         ("left out", "says nothing of norm.weight"),
         ("too many", "4 stages, and schedule='1f1b' has 2"),
+        ("no number", "every stage is a number, or a tuple of some"),
+        ("several, one of none", "names 3 stages"),
         ("nothing", "needs stages: pass example_inputs="),
         ("schedule", "1f2b"),
         ("one memory", "h.1.norm.bias"),
@@ -565,3 +596,36 @@ def _message(call: Callable[[], object]) -> str:
 def test_what_is_refused(world: int, kind: str, words: str, ranks: Pools) -> None:
     for message in ranks(world).run(refused, kind):
         assert words in message, message
+
+
+def trained(folder: str, overrides: Sequence[str]) -> list[float]:
+    """Job: the last validation losses of a run of the trainer, without a pipeline and with one."""
+    losses = []
+    for more in ([], overrides):
+        torch._dynamo.reset()
+        with initialize_config_module("examples.conf", version_base="1.3"):
+            settings = Settings.of(compose("train", overrides=[*SMALL_RUN, *more]))
+        losses.append(train(settings, Path(folder)))
+    return losses
+
+
+SMALL_RUN = [
+    *("model=gpt_tiny", "model.num_layers=4", "model.hidden=32", "data.max_bytes=100000"),
+    *("trainer.steps=6", "trainer.micro_batches=2", "trainer.val_every=3", "trainer.val_batches=2"),
+    *("trainer.sample_length=4", "fxzero.lower_regions.backend=eager", "trainer.threads=1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (2, ["mesh=pipeline2", "schedule=zb_h1"]),
+        (4, ["mesh=pipeline2"]),
+        (4, ["mesh=replicate2"]),
+    ],
+)
+def test_the_trainer(world: int, overrides: list[str], ranks: Pools, tmp_path: Path) -> None:
+    """`mesh=` trains what all ranks on one axis would, to validations and a sample."""
+    for flat, here in ranks(world).run(trained, str(tmp_path), overrides):
+        assert here == pytest.approx(flat, rel=1e-5)
+    assert (tmp_path / "sample.txt").exists()

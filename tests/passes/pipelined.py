@@ -65,6 +65,7 @@ def scheduled(
     build: Callable[[], nn.Module] = Skips,
     stages: Mapping[str, int] = STAGES,
     lowering: str = "eager",
+    batch: Tensor | None = None,
 ) -> StepGraph:
     """The scheduled step of a rank of one of four places."""
     shape, names = (4, shards), ("pipeline", "shard")
@@ -86,6 +87,6 @@ def scheduled(
             clip_grad_norm=clip,
             options={"lower_regions": {"backend": lowering}},
         )
-        step(torch.zeros(2 * micro_batches, dtype=torch.long))
+        step(torch.zeros(2 * micro_batches, dtype=torch.long) if batch is None else batch)
     graph: StepGraph = seen[0].joint
     return graph

@@ -5,8 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from fxzero.graph import Role
+from fxzero.graph.aliases import root
 from fxzero.graph.stamps import Phase, stamp_of
 from fxzero.graph.step_graph import StepGraph, TransferNodes
 from fxzero.transfer import TransferKind
@@ -90,3 +93,33 @@ def test_what_is_read_later_is_looked_up_there() -> None:
     """The first stage holds the table too, and could send what the third one reads of it."""
     first = scheduled(0, build=Decoder, stages=DECODER)
     assert sent(first, Phase.FORWARD) == [2 * ROW]
+
+
+class Deep(nn.Module):
+    """Six layers, the first three of which are one stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.h:
+            x = torch.tanh(layer(x))
+        return x.pow(2).mean()
+
+
+def test_gradients_are_added_up_behind_the_layer_that_they_are_of() -> None:
+    """And not behind the whole backward, until which all of them would be alive; nor are they
+    copied before."""
+    stages = {f"h.{i}": max(0, i - 2) for i in range(6)}
+    graph = scheduled(0, build=Deep, stages=stages, batch=torch.ones(12, 8))
+    place = {node: i for i, node in enumerate(graph.graph.nodes)}
+    sums = {
+        (stamp_of(node).params[0].partition("/")[2], stamp_of(node).micro_step): node
+        for node in graph.nodes(role=Role.ACCUMULATE)
+    }
+    for micro_step in range(1, 6):
+        deepest, first = (sums[f"h.{i}.weight", micro_step] for i in (2, 0))
+        assert place[deepest] < place[root(first.all_input_nodes[1])]
+    copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+    assert not [node for node in copies if stamp_of(node).made_by == "shard_grads"]
