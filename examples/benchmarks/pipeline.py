@@ -100,7 +100,9 @@ def main(
     peers: Annotated[str, typer.Option(help="Other pipelines, by comma.")] = "pipelining",
     others: Annotated[str, typer.Option(help="Contenders without stages, by comma.")] = "",
     stages: Annotated[int, typer.Option(help="Ranks along the pipeline.", min=2)] = 2,
-    schedule: Annotated[str, typer.Option(help="Of fxzero; its peers know 1f1b, gpipe.")] = "1f1b",
+    schedule: Annotated[
+        str, typer.Option(help="Of fxzero; its peers run gpipe, or 1f1b.")
+    ] = "1f1b",
     zero: Annotated[int, typer.Option(help="ZeRO stage of fxzero.", min=0, max=3)] = 0,
     fxzero_options: Annotated[str, typer.Option(help="torch.compile options, as JSON.")] = "{}",
     ranks: Annotated[int, typer.Option(help="Processes.", min=2)] = 2,

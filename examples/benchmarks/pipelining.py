@@ -23,8 +23,8 @@ from torch.optim import AdamW
 from examples.benchmarks.workload import Job
 from examples.models import GPT
 
-SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-"""Those that both have, with one stage a rank."""
+SCHEDULES = {"gpipe": ScheduleGPipe}
+"""Those that both have, with one stage a rank; for others torch's is 1F1B."""
 
 
 def mesh_of(job: Job) -> DeviceMesh:
@@ -98,7 +98,8 @@ class TorchPipeline:
             fully_shard(self.module, mesh=mesh["shard"], reshard_after_forward=reshard)
         device = torch.device(job.workload.device)
         stage = PipelineStage(self.module, index, job.stages, device, group=group)
-        self.schedule = SCHEDULES[job.schedule](stage, job.micro_batches, loss_fn=loss_of)
+        kind = SCHEDULES.get(job.schedule, Schedule1F1B)
+        self.schedule = kind(stage, job.micro_batches, loss_fn=loss_of)
         self.optimizer = AdamW(self.module.parameters(), lr=1e-3, fused=True)
         self.group, self.last = group, dist.get_global_rank(group, job.stages - 1)
 

@@ -17,6 +17,7 @@ from tests.mutants.faults import (
     micro_steps,
     offload,
     reduces,
+    stages,
     streams,
     updates,
 )
@@ -31,6 +32,7 @@ FAULTS: tuple[Fault, ...] = (
     *memory_and_ranks.FAULTS,
     *equal_layers.FAULTS,
     *offload.FAULTS,
+    *stages.FAULTS,
     *streams.FAULTS,
     *disk.FAULTS,
 )

@@ -1,0 +1,39 @@
+"""What the stages of a pipeline owe each other: gradients of what they share, the norm, the loss."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+
+_SCHEDULES = "tests/parity/test_pipeline.py::test_every_schedule"
+_SHARED = "tests/parity/test_pipeline.py::test_a_module_of_two_stages"
+
+FAULTS = (
+    Fault(
+        "gradients of what two stages share are not added up",
+        "passes/join_stages.py",
+        "return Notes(tied=sum_tied(graph))",
+        "return Notes(tied=0)",
+        _SHARED,
+    ),
+    Fault(
+        "the norm counts what two stages share twice",
+        "passes/clip_grads.py",
+        "if pipeline.place_of[graph.specs[k].stages[0]] == pipeline.place",
+        "if pipeline.place in map(pipeline.place_of.__getitem__, graph.specs[k].stages)",
+        _SHARED,
+    ),
+    Fault(
+        "each stage returns the loss that it has",
+        "passes/join_stages.py",
+        "values[graph.loss] = graph.call(_aten.view.default, (shared, []), stamp=compute)",
+        "values[graph.loss] = graph.call(_aten.view.default, (own, []), stamp=compute)",
+        _SCHEDULES,
+    ),
+    Fault(
+        "gradients of micro-steps are added up in memory that two parameters share",
+        "passes/shard_grads.py",
+        "return len(grad.users) < 2 and all(stamp_of(user).role in marks for user in grad.users)",
+        "return True",
+        "tests/step/test_sums_in_place.py::test_sums",
+    ),
+)
