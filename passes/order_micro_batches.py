@@ -24,7 +24,7 @@ from fxzero.graph.stamps import Segment, set_stamp, stamp_of
 from fxzero.graph.step_graph import TransferNodes, transfer_nodes
 from fxzero.passes.base import Context, Door, Fact, Notes, Pass
 from fxzero.pipeline.messages import Messages, sender_of
-from fxzero.pipeline.schedules import table_of
+from fxzero.pipeline.schedules import AUTO, table_of
 from fxzero.pipeline.tables import Action, Table, Work
 from fxzero.ranks.agree import digest_of
 from fxzero.sharding.pipeline import Pipeline
@@ -165,8 +165,9 @@ class OrderMicroBatches(Pass):
 
     schedule: str = ""
     """Of a pipeline: ``gpipe``, ``1f1b``, ``interleaved``, ``breadth_first``, ``zb_h1``, ``zbv``,
-    or a CSV file with a row for each rank, of actions such as ``2F0``. Empty, the default, is what
-    `fxzero.shard` was told. A schedule runs with the stages where that one has put them."""
+    a CSV file with a row for each rank, of actions such as ``2F0``, or ``auto``: the one that ends
+    first, by what its replay says. Empty, the default, is what `fxzero.shard` was told. A schedule
+    runs with the stages where that one has put them."""
 
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring.
@@ -184,7 +185,8 @@ class OrderMicroBatches(Pass):
             return Notes()
         segments = graph.segments()
         micro_batches = 1 + max((segment.micro_step for segment in segments), default=0)
-        table = table_for(self.schedule, pipeline, micro_batches)
+        schedule = pipeline.schedule if self.schedule == AUTO else self.schedule
+        table = table_for(schedule, pipeline, micro_batches)
         refuse_other_orders(graph, table)
         ordering = _Ordering(graph, table)
         ordering.run()

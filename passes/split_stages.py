@@ -16,13 +16,15 @@ from __future__ import annotations
 import hashlib
 import operator
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from fxzero._compat import copy_node, graph_module
+from fxzero.cost.model import CostModel
 from fxzero.errors import CaptureError, FxZeroWarning
 from fxzero.graph import Phase, Role, Stamp, StepGraph
 from fxzero.graph.aliases import root
@@ -33,7 +35,8 @@ from fxzero.graph.operators import is_random, num_bytes
 from fxzero.graph.stamps import Lane, set_stamp, stamp_of
 from fxzero.passes.base import Context, Door, Fact, Notes, Pass
 from fxzero.passes.stage_messages import emit_receive, emit_send
-from fxzero.pipeline.schedules import splits_backward
+from fxzero.pipeline.schedules import AUTO, fastest, splits_backward
+from fxzero.pipeline.tables import Action, Work
 from fxzero.sharding.pipeline import Pipeline
 
 _aten = torch.ops.aten
@@ -395,6 +398,39 @@ def _read_from(source: fx.Node, stages: Stages) -> list[fx.Node]:
     return list(found)
 
 
+def actions_us(
+    graph: StepGraph, stages: Stages, num_stages: int, costs: CostModel
+) -> Callable[[Action], float]:
+    """What an action of each stage takes, messages aside: equal on all ranks, which have the whole
+    graph here."""
+    parts: dict[tuple[int, Work], list[fx.Node]] = {}
+    awaited: set[fx.Node] = set()
+    for stage in range(1, num_stages):
+        queue = [node for node in stages.crossing_down(stage) if stages.of.get(node) == stage]
+        while queue:
+            node = queue.pop()
+            if node not in awaited:
+                awaited.add(node)
+                queue += [s for s in node.all_input_nodes if stages.of.get(s) == stage]
+    for node in graph.graph.nodes:
+        stage_of_node = stages.of.get(node)
+        if stage_of_node is None:
+            continue
+        if stamp_of(node).phase is Phase.FORWARD:
+            work = Work.FORWARD
+        else:
+            work = Work.INPUT_GRADIENTS if node in awaited else Work.WEIGHT_GRADIENTS
+        parts.setdefault((stage_of_node, work), []).append(node)
+    us = {part: costs.compute_us(nodes) for part, nodes in parts.items()}
+
+    def action_us(action: Action) -> float:
+        halves = (Work.INPUT_GRADIENTS, Work.WEIGHT_GRADIENTS)
+        works = halves if action.work is Work.BACKWARD else (action.work,)
+        return sum(us.get((action.stage, work), 0.0) for work in works)
+
+    return action_us
+
+
 @dataclass(frozen=True)
 class SplitStages(Pass):
     """Keep this rank's stages of a pipeline."""
@@ -405,6 +441,7 @@ class SplitStages(Pass):
 
     schedule: str = field(default="", repr=False)
     """What runs the stages: see `fxzero.passes.order_micro_batches`."""
+    micro_batches: int = field(default=1, repr=False)
 
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring.
@@ -425,6 +462,10 @@ class SplitStages(Pass):
         down = [sum(map(num_bytes, stages.crossing_down(s))) for s in range(1, pipeline.num_stages)]
         before = len(graph.graph.nodes)
         schedule = self.schedule or pipeline.schedule
+        if schedule == AUTO:
+            action_us = actions_us(graph, stages, pipeline.num_stages, ctx.costs)
+            schedule = fastest(pipeline.place_of, self.micro_batches, action_us).name
+            pipeline = replace(pipeline, schedule=schedule)
         halves = splits_backward(schedule, pipeline.group.size)
         part = _Part(graph, stages, pipeline, halves=halves).run()
         part.in_common = digest

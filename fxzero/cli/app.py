@@ -21,10 +21,10 @@ from fxzero.compiler.config import Config
 from fxzero.compiler.pipelines import loop_passes, step_passes
 from fxzero.errors import ConfigError, nearest
 from fxzero.inspect import Analysis, capture
-from fxzero.inspect.pipeline import as_pipeline, micro_step_of
+from fxzero.inspect.pipeline import micro_step_of, under
 from fxzero.inspect.target import load
 from fxzero.inspect.trace import write_trace
-from fxzero.pipeline.schedules import table_of
+from fxzero.pipeline.schedules import AUTO, table_of
 
 DEFAULT_WORLD_SIZE = 8
 
@@ -136,14 +136,15 @@ def inspect(
         str | None,
         typer.Option(
             help="With --step: pipeline ranks x ranks that share a stage, as in 4x2: also show the "
-            "model as a pipeline. Simulated alone: what trains it is not built yet."
+            "model as a pipeline. Simulated; fxzero.shard(mesh=…) trains it."
         ),
     ] = None,
     schedule: Annotated[
         str,
         typer.Option(
-            help="With --mesh: gpipe, 1f1b, interleaved, breadth_first, zb_h1, zbv, or a CSV file "
-            "of your own with a row a rank and actions such as 2F0, 2B0, 2I0, 2W0."
+            help="With --mesh: gpipe, 1f1b, interleaved, breadth_first, zb_h1, zbv, auto (the one "
+            "that ends first), or a CSV file of your own with a row a rank and actions such as "
+            "2F0, 2B0, 2I0, 2W0."
         ),
     ] = "1f1b",
     inference: Annotated[
@@ -245,9 +246,11 @@ def inspect(
         }
         pipeline = None
         if pipeline_ranks:
-            table = table_of(schedule, pipeline_ranks, micro_batches)
+            if schedule != AUTO:
+                table_of(schedule, pipeline_ranks, micro_batches)  # raises before it takes time
             micro_step = micro_step_of(load(target), micro_batches=micro_batches, **settings)
-            captured, pipeline = micro_step.capture, as_pipeline(micro_step, table)
+            captured = micro_step.capture
+            pipeline = under(schedule, micro_step, pipeline_ranks, micro_batches)
         else:
             captured = capture(
                 load(target),
@@ -257,7 +260,7 @@ def inspect(
                 **settings,
             )
         if trace is not None:
-            write_trace(trace, captured)
+            write_trace(trace, captured, pipeline.replayed if pipeline is not None else None)
         if plan is not None:
             captured.plan(config).write(plan)
         analysis = Analysis.of(captured, memory=memory)

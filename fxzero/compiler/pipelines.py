@@ -140,7 +140,7 @@ def step_passes(
             offloaded=bool(config.offload_states.share),
         ),
         Accumulate(micro_batches, unroll),
-        SplitStages(config.order_micro_batches.schedule),
+        SplitStages(config.order_micro_batches.schedule, micro_batches),
         ClipGrads(max_norm=max_norm, unscale=scaled, stop_unless_finite=stop),
         JoinCopies(config.offload_params.in_flight),
         OffloadDisk(config.host_budget_bytes, config.host_budget, config.disk),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from fxzero.compiler.compilation import Compilation, observers
@@ -20,7 +20,8 @@ from fxzero.inspect.capture import Capture, capture
 from fxzero.passes import Recompute
 from fxzero.passes.base import Context, Notes, Pass
 from fxzero.pipeline.replay import PipelineReplay, replay_table
-from fxzero.pipeline.tables import Action, Table, Work
+from fxzero.pipeline.schedules import AUTO, table_of
+from fxzero.pipeline.tables import TABLES, Action, Table, Work
 from fxzero.schedule.stages import MODEL_STATES, Stages, stages_of
 
 
@@ -45,10 +46,14 @@ class PipelineReport:
     holds beside it is not in it."""
     step_us: float
     picture: str
+    replayed: PipelineReplay = field(repr=False)
+    """When what runs."""
 
     def to_json(self) -> dict[str, Any]:
         """The same as what `json` can write."""
-        return {**asdict(self), "imbalance": self.found.imbalance}
+        data = asdict(replace(self, replayed=None))  # type: ignore[arg-type]
+        del data["replayed"]
+        return {**data, "imbalance": self.found.imbalance}
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,28 @@ def micro_step_of(build: Callable[[], Any], *, micro_batches: int, **settings: A
         )
     ((graph, costs),) = seen
     return MicroStep(captured, graph, costs)
+
+
+def under(
+    schedule: str, micro_step: MicroStep, num_ranks: int, num_micro_batches: int
+) -> PipelineReport:
+    """Cut a micro-step into the stages of a schedule, given by its name or file; ``auto`` takes the
+    one under which a step ends first.
+
+    Raises:
+        ConfigError: there is no such schedule, or it has more stages than places to cut at.
+    """
+    names = [*TABLES] if schedule == AUTO else [schedule]
+    found: list[PipelineReport] = []
+    refused: list[ConfigError] = []
+    for name in names:
+        try:
+            found.append(as_pipeline(micro_step, table_of(name, num_ranks, num_micro_batches)))
+        except ConfigError as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    return min(found, key=lambda report: report.step_us)
 
 
 def as_pipeline(micro_step: MicroStep, table: Table) -> PipelineReport:
@@ -185,4 +212,5 @@ def _report(
         peak_bytes=tuple(held),
         step_us=replayed.makespan_us,
         picture=replayed.picture(),
+        replayed=replayed,
     )

@@ -10,6 +10,7 @@ from fxzero.errors import ConfigError
 from fxzero.graph import Lane
 from fxzero.inspect.capture import Capture
 from fxzero.passes.lower_regions import RegionBackend
+from fxzero.pipeline.replay import PipelineReplay
 from fxzero.schedule.simulate import Memory, Simulation, simulate, simulate_memory
 
 
@@ -54,8 +55,40 @@ def chrome_trace(
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def write_trace(path: Path, captured: Capture) -> None:
+def pipeline_trace(replayed: PipelineReplay, *, number: int) -> list[dict[str, Any]]:
+    """A process of a trace: a row for each rank along the pipeline, and on it what it does.
+
+    Args:
+        number: of the process.
+    """
+    name = f"pipeline, {replayed.table.name}"
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": number, "name": "process_name", "args": {"name": name}}
+    ]
+    for rank, row in enumerate(replayed.table.ranks):
+        title = {"name": f"rank {rank}"}
+        events.append({"ph": "M", "pid": number, "tid": rank, "name": "thread_name", "args": title})
+        events += [
+            {
+                "ph": "X",
+                "pid": number,
+                "tid": rank,
+                "name": str(action),
+                "cat": action.work.name.lower(),
+                "ts": replayed.start_us[action],
+                "dur": replayed.end_us[action] - replayed.start_us[action],
+                "args": {"stage": action.stage, "micro_step": action.micro_step},
+            }
+            for action in row
+        ]
+    return events
+
+
+def write_trace(path: Path, captured: Capture, pipeline: PipelineReplay | None = None) -> None:
     """Simulate what was captured, a process of the trace for each graph, and write it.
+
+    Args:
+        pipeline: another process, of all ranks of a pipeline.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -69,6 +102,8 @@ def write_trace(path: Path, captured: Capture) -> None:
         simulation = simulate(graph, compilation.context.costs, fuses=fuses)
         memory = simulate_memory(graph, fuses=fuses)
         events += chrome_trace(simulation, memory, number=number)["traceEvents"]
+    if pipeline is not None:
+        events += pipeline_trace(pipeline, number=len(captured.compilations))
     try:
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     except OSError as error:

@@ -1,12 +1,42 @@
-"""Schedules of a pipeline by name: one that is made here, or a CSV file of somebody's own."""
+"""Schedules of a pipeline by name: one that is made here, or a CSV file of somebody's own.
+
+``auto`` is the one that ends first when it is replayed with what the actions of stages take.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fxzero.errors import ConfigError, nearest
-from fxzero.pipeline.replay import check, read_schedule
-from fxzero.pipeline.tables import TABLES, Table
+from fxzero.pipeline.replay import check, read_schedule, replay_table
+from fxzero.pipeline.tables import TABLES, Action, Table
+
+AUTO = "auto"
+_FIRST = "1f1b"
+"""Whose stages lie as those of ``auto`` do where nothing else says how."""
+
+
+def fastest(
+    place_of: Sequence[int], num_micro_batches: int, action_us: Callable[[Action], float]
+) -> Table:
+    """The schedule that ends first, of those whose stages lie in given places; of equally fast ones
+    the one with the fewest micro-steps in flight.
+
+    Args:
+        place_of: by stage, the rank along the pipeline.
+        action_us: what an action takes; that of a backward is the sum of its halves.
+    """
+    num_ranks = len(set(place_of))
+    found: list[tuple[float, int, Table]] = []
+    for name in TABLES:
+        if places_of_stages(name, num_ranks) != tuple(place_of):
+            continue
+        replayed = replay_table(table_of(name, num_ranks, num_micro_batches), action_us)
+        found.append((replayed.makespan_us, max(replayed.in_flight), replayed.table))
+    least_us = min(makespan_us for makespan_us, _, _ in found)
+    equal = [row for row in found if row[0] <= least_us * (1 + 1e-9)]
+    return min(equal, key=lambda row: row[1])[2]
 
 
 def table_of(schedule: str, num_ranks: int, num_micro_batches: int) -> Table:
@@ -29,7 +59,7 @@ def table_of(schedule: str, num_ranks: int, num_micro_batches: int) -> Table:
 
 
 def splits_backward(schedule: str, num_ranks: int) -> bool:
-    """Whether a schedule runs the two halves of a backward apart."""
+    """Whether a schedule runs the two halves of a backward apart; not for ``auto``."""
     table = TABLES[schedule](num_ranks, num_ranks) if schedule in TABLES else _from_file(schedule)
     return table.splits_backward
 
@@ -40,6 +70,7 @@ def places_of_stages(schedule: str, num_ranks: int) -> tuple[int, ...]:
     Raises:
         ConfigError: there is no schedule of that name, or it is for another number of ranks.
     """
+    schedule = _FIRST if schedule == AUTO else schedule
     table = TABLES[schedule](num_ranks, num_ranks) if schedule in TABLES else _from_file(schedule)
     if table.num_ranks != num_ranks:
         raise ConfigError(
@@ -52,6 +83,6 @@ def places_of_stages(schedule: str, num_ranks: int) -> tuple[int, ...]:
 def _from_file(schedule: str) -> Table:
     if not schedule.endswith(".csv"):
         raise ConfigError(
-            f"schedule={schedule!r}: {nearest(schedule, TABLES)}. Or name a file, x.csv."
+            f"schedule={schedule!r}: {nearest(schedule, [*TABLES, AUTO])}. Or name a file, x.csv."
         )
     return read_schedule(Path(schedule))

@@ -136,7 +136,8 @@ def shard(
             keyword arguments.
         schedule: of a pipeline, what says how many stages a rank has, and which: one of
             ``gpipe``, ``1f1b``, ``zb_h1`` (one each), ``interleaved``, ``breadth_first``, ``zbv``
-            (two), or a CSV file. It is the one that `compile_step` runs, unless it is told another
+            (two), a CSV file, or ``auto``: of those with one stage each the one that ends first. It
+            is the one that `compile_step` runs, unless it is told another
             one with the same stages on each rank.
 
     Returns:

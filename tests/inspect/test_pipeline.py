@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from typer.testing import CliRunner
 from examples.models import gpt_bench, gpt_nano
 from fxzero.cli.app import app
 from fxzero.errors import ConfigError
-from fxzero.inspect.pipeline import MicroStep, PipelineReport, as_pipeline, micro_step_of
+from fxzero.inspect.pipeline import MicroStep, PipelineReport, as_pipeline, micro_step_of, under
+from fxzero.inspect.trace import pipeline_trace
 from fxzero.pipeline.schedules import table_of
 from fxzero.pipeline.tables import TABLES
 from tests.tiers import exhaustive
@@ -159,6 +161,25 @@ def test_shards_of_a_stage() -> None:
         for stage in report(gpt, world_size=world_size).found.stages:
             whole = 4 * stage.num_parameters
             assert stage.parameter_bytes == pytest.approx(whole / world_size, rel=0.02)
+
+
+def test_a_trace_has_all_ranks() -> None:
+    """A row each, on which actions follow each other as the replay says."""
+    found = report(gpt, 2, "1f1b")
+    rows: dict[int, list[dict[str, Any]]] = {}
+    for event in pipeline_trace(found.replayed, number=1):
+        if event["ph"] == "X":
+            rows.setdefault(event["tid"], []).append(event)
+    assert [len(rows[rank]) for rank in (0, 1)] == [8, 8]
+    for row in rows.values():
+        assert all(a["ts"] + a["dur"] <= b["ts"] * (1 + 1e-9) for a, b in pairwise(row))
+    assert max(e["ts"] + e["dur"] for row in rows.values() for e in row) == found.step_us
+
+
+def test_the_fastest_schedule() -> None:
+    """Of all, those with two stages on a rank too."""
+    found = under("auto", micro_step(gpt, 1), 2, 4)
+    assert found.step_us == min(report(gpt, 2, name).step_us for name in TABLES)
 
 
 def test_a_schedule_of_ones_own(tmp_path: Path) -> None:

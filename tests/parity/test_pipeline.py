@@ -358,7 +358,7 @@ def in_stages(case: Case) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "schedule", ["gpipe", "1f1b", "interleaved", "breadth_first", "zb_h1", "zbv"]
+    "schedule", ["gpipe", "1f1b", "interleaved", "breadth_first", "zb_h1", "zbv", "auto"]
 )
 @pytest.mark.parametrize("world", [2])
 def test_every_schedule(world: int, schedule: str, ranks: Pools) -> None:
@@ -414,7 +414,7 @@ def test_four_stages(world: int, case: Case, ranks: Pools) -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("example", ["gpt", "unet", "conv"])
 @pytest.mark.parametrize(
-    "schedule", ["gpipe", "1f1b", "interleaved", "breadth_first", "zb_h1", "zbv"]
+    "schedule", ["gpipe", "1f1b", "interleaved", "breadth_first", "zb_h1", "zbv", "auto"]
 )
 @pytest.mark.parametrize("world", [4])
 def test_everything(world: int, schedule: str, example: str, zero: int, ranks: Pools) -> None:

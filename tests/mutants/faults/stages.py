@@ -1,4 +1,4 @@
-"""What the stages of a pipeline owe each other: gradients of what they share, the norm, the loss."""
+"""What stages of a pipeline owe each other: gradients of what they share, the norm, the loss."""
 
 from __future__ import annotations
 

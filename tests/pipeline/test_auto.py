@@ -1,0 +1,39 @@
+"""Which schedule `auto` takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxzero.pipeline.replay import replay_table, unit_us
+from fxzero.pipeline.schedules import fastest, places_of_stages, table_of
+from fxzero.pipeline.tables import TABLES, Action, Work
+
+
+def without_halves(action: Action) -> float:
+    """A stage whose weights take nothing, or are frozen."""
+    return 0.0 if action.work is Work.WEIGHT_GRADIENTS else 1.0
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), [("1f1b", "zb_h1"), ("interleaved", "interleaved"), ("zbv", "zbv")]
+)
+def test_the_fastest_of_those_with_the_same_stages(layout: str, name: str) -> None:
+    table = fastest(places_of_stages(layout, 4), 8, unit_us)
+    assert (table.name, table.num_micro_steps) == (name, 8)
+
+
+def test_of_equally_fast_ones_it_holds_the_least() -> None:
+    """Without gradients of weights, splitting gains nothing; gpipe would keep all micro-steps."""
+    table = fastest(places_of_stages("gpipe", 4), 8, without_halves)
+    assert table.name == "1f1b"
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 5, 16])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_no_other_is_faster(num_ranks: int, micro_batches: int) -> None:
+    places = places_of_stages("auto", num_ranks)
+    found = replay_table(fastest(places, micro_batches, unit_us), unit_us).makespan_us
+    for name in TABLES:
+        if places_of_stages(name, num_ranks) == places:
+            table = table_of(name, num_ranks, micro_batches)
+            assert found <= replay_table(table, unit_us).makespan_us
