@@ -8,8 +8,8 @@
 
 All train on the same tokens: `--batch` sequences for each rank, those of a pipeline's ranks
 together split into `--micro-batches`. Every repeat runs every contender once, in an order that
-rotates. The idle share of fxzero's ranks is the time in which they wait for messages, over the
-step; beside it is the one of the schedule's replay, by what the ranks themselves were busy for.
+rotates. The idle share of fxzero's ranks is the time in which they wait for messages, or have
+ended, over the step; beside it is the one of the schedule's replay, by what they were busy for.
 """
 
 from __future__ import annotations
@@ -34,11 +34,16 @@ PIPELINES = ("fxzero-pipeline", "pipelining", "pipelining-fsdp2", "pipelining-re
 
 
 def idle_shares(repeats: Sequence[RankResults], stages: int) -> list[float]:
-    """By stage, the median share of a step in which a rank waits for messages."""
+    """By stage, the median share of a step, which its slowest rank ends, in which a rank waits for
+    messages or has ended."""
     by_stage: list[list[float]] = [[] for _ in range(stages)]
     for ranks in repeats:
+        longest_ms = [max(times) for times in zip(*(r["step_ms"] for r in ranks), strict=True)]
         for rank, found in enumerate(ranks):
-            by_stage[rank * stages // len(ranks)] += found["idle_shares"]
+            by_stage[rank * stages // len(ranks)] += [
+                1 - busy_ms / step_ms
+                for busy_ms, step_ms in zip(found["busy_ms"], longest_ms, strict=True)
+            ]
     return [median(shares) for shares in by_stage]
 
 

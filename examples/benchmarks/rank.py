@@ -62,7 +62,9 @@ def measure_steps(job: Job, meter: PeakMeter) -> dict[str, Any]:
         "first_step_s": seconds[0],
         "step_ms": [step_s * 1e3 for step_s in seconds[job.warmup :]],
         "losses": losses,
-        "idle_shares": [w / s for w, s in zip(waited_s, seconds, strict=True)][job.warmup :],
+        "busy_ms": [
+            (step_s - wait_s) * 1e3 for step_s, wait_s in zip(seconds, waited_s, strict=True)
+        ][job.warmup :],
         "peak_bytes": steady_peak_bytes - baseline_bytes,
         "peak_with_compile_bytes": max(compile_peak_bytes, steady_peak_bytes) - baseline_bytes,
         **traffic(training.model, job),
