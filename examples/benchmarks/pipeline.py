@@ -8,8 +8,8 @@
 
 All train on the same tokens: `--batch` sequences for each rank, those of a pipeline's ranks
 together split into `--micro-batches`. Every repeat runs every contender once, in an order that
-rotates. The idle share of fxzero's ranks is the time in which they wait for messages, or have
-ended, over the step; beside it is the one of the schedule's replay, by what they were busy for.
+rotates. The idle share of fxzero's ranks is the time in which they wait for others, or have ended,
+over the step; beside it is the one of the schedule's replay, by what they were busy for.
 """
 
 from __future__ import annotations

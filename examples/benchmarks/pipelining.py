@@ -10,6 +10,7 @@ gradients; torch's stages train a copy each, so that their losses drift from eve
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -145,16 +146,17 @@ class FxzeroPipeline:
 
 
 def count_waits() -> list[float]:
-    """Seconds that this rank waits for messages from here on, in a list of one."""
-    from fxzero.runtime import messages
-
+    """Seconds that this rank waits for others from here on, in a list of one: for messages, and at
+    the end for what all stages share, which the slowest is the last to give."""
     waited_s = [0.0]
-    wait = messages._wait
+    wait = dist.Work.wait
 
-    def timed(flight: object) -> None:
+    def timed(work: dist.Work, *arguments: Any) -> bool:
         begin = time.perf_counter()
-        wait(flight)  # type: ignore[arg-type]
-        waited_s[0] += time.perf_counter() - begin
+        try:
+            return wait(work, *arguments)
+        finally:
+            waited_s[0] += time.perf_counter() - begin
 
-    messages._wait = timed  # type: ignore[assignment]
+    dist.Work.wait = timed  # type: ignore[method-assign]
     return waited_s

@@ -93,8 +93,8 @@ def _try(
 
 def _of_rounded_betas(kind: type[Optimizer]) -> float:
     """How far results may be off, as a share of the largest, when betas are rounded to float32."""
-    with torch.device("cpu"):
-        betas = kind([nn.Parameter(torch.zeros(1))]).defaults.get("betas", ())
+    made: Any = kind
+    betas = made([nn.Parameter(torch.zeros(1, device="cpu"))]).defaults.get("betas", ())
     unit = torch.finfo(torch.float32).eps / 2
     return sum(unit / (1 - beta) for beta in betas)
 
