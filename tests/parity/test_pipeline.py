@@ -7,6 +7,7 @@ statistics. Ranks of one pipeline get the same rows, its replicas get others.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fxzero
+from examples.benchmarks.measure import peak_meter, release_free_memory
+from examples.models import gpt_bench
 from examples.settings import Settings
 from examples.train import train
 from fxzero.errors import ShardingError
@@ -629,3 +632,29 @@ def test_the_trainer(world: int, overrides: list[str], ranks: Pools, tmp_path: P
     for flat, here in ranks(world).run(trained, str(tmp_path), overrides):
         assert here == pytest.approx(flat, rel=1e-5)
     assert (tmp_path / "sample.txt").exists()
+
+
+def peak_of_sharding() -> tuple[int, int]:
+    """Job: the most that a rank holds while it shards a model from the meta device, and the bytes
+    of all parameters."""
+    with torch.device("meta"):
+        model = gpt_bench(num_layers=16, hidden=512)
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    places = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (places,), mesh_dim_names=("pipeline",))
+    blocks = {f"blocks.{i}": i * places // 16 for i in range(16)}
+    ends = {"tokens": (0, places - 1), "positions": 0, "norm": places - 1}
+    meter = peak_meter("cpu")
+    release_free_memory()
+    meter.reset()
+    before = meter.now_bytes()
+    fxzero.shard(model, zero=0, mesh=mesh, stages={**blocks, **ends})
+    return meter.peak_bytes() - before, whole
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's peak, and glibc's heap")
+@pytest.mark.parametrize("world", [4])
+def test_no_rank_holds_the_stages_of_others(world: int, ranks: Pools) -> None:
+    """A quarter of the model, a module that passes, and what is given back from time to time."""
+    for peak, whole in ranks(world).run(peak_of_sharding):
+        assert peak <= 0.35 * whole + (48 << 20), (peak, whole)
