@@ -67,7 +67,7 @@ class _Part:
         """By phase and stage, what is copied: markers of gradients right behind them, so that no
         gradient waits for the backward's end."""
         for node in graph.graph.nodes:
-            stage = stages.of.get(root(node.all_input_nodes[0]) if _is_reshard(node) else node)
+            stage = stages.marks.get(node, stages.of.get(node))
             if stage is not None:
                 self.nodes.setdefault((stamp_of(node).phase, stage), []).append(node)
 
@@ -283,10 +283,8 @@ class _Part:
     def _gradient(self, node: fx.Node) -> fx.Node | None:
         """The part of a parameter's gradient that this rank's stages compute; None if none does."""
         if stamp_of(node).role is Role.RESHARD:
-            stage = self.stages.of.get(root(node.all_input_nodes[0]))
-            if stage is None or stage not in self.pipeline.stages:
-                return None
-            return self.at(node, stage, Phase.BACKWARD) if self._is_at(node, stage) else None
+            stage = self.stages.marks[node]
+            return self.made[node, stage] if stage in self.pipeline.stages else None
         parts = [self._gradient(source) for source in node.all_input_nodes]
         here = [part for part in parts if part is not None]
         if len(here) < len(parts):

@@ -43,6 +43,8 @@ class Stages:
     """By value that travels in forward, the last stage that it goes to."""
     down: dict[fx.Node, int] = field(default_factory=dict)
     """By value that travels in backward, the first stage that it goes to."""
+    marks: dict[fx.Node, int] = field(default_factory=dict)
+    """By marker of a gradient, the stage that takes it: it holds the parameter."""
 
     def crossing_up(self, stage: int) -> list[fx.Node]:
         """What a stage gives to the one behind it, in the graph's order."""
@@ -85,6 +87,7 @@ class _Assignment:
         self._forward_stages()
         self._move_later()
         self._backward_stages()
+        self._mark_gradients()
         self._travel()
         return self.found
 
@@ -309,6 +312,28 @@ class _Assignment:
             else:
                 self.found.of[node] = max(users or made)
 
+    def _mark_gradients(self) -> None:
+        """Let a gradient be taken where its parameter is held: what a later stage computes may be
+        the gradient of what an earlier one has only added a parameter to.
+
+        Raises:
+            CaptureError: it is computed in front of all stages that hold the parameter.
+        """
+        for marker in self.markers:
+            if stamp_of(marker).role is not Role.RESHARD:
+                continue
+            (key,) = stamp_of(marker).params
+            owner = root(marker.all_input_nodes[0])
+            made = self.found.of.get(owner, max(self.holders[key]))  # everywhere: at any of them
+            held = [stage for stage in self.holders[key] if stage <= made]
+            if not held:
+                raise CaptureError(
+                    f"the gradient of {self.graph.specs[key].name} is computed by stage {made}, in "
+                    f"front of stage {' and '.join(map(str, sorted(self.holders[key])))}, which "
+                    "holds it. Give its module an earlier stage (fxzero.shard(stages=…))."
+                )
+            self.found.marks[marker] = max(held)
+
     def _travel(self) -> None:
         """Find what each value has to cross."""
         stages = self.found.of
@@ -320,6 +345,10 @@ class _Assignment:
                 needed.setdefault(value, set()).add(stages[node])
             for key in self._params(node):
                 self._check_held(node, key)
+        for marker, stage in self.found.marks.items():
+            owner = root(marker.all_input_nodes[0])
+            if owner in stages:
+                needed.setdefault(owner, set()).add(stage)
         for value, readers in needed.items():
             if max(readers) > stages[value]:
                 self.found.up[value] = max(readers)

@@ -199,6 +199,8 @@ def wrong_gradient(
     for term in _terms(gradient):
         node = term
         while node.op == "call_function" and stamp_of(node).role is not Role.COMPUTE:
+            if is_received(node):
+                break
             stamp = stamp_of(node)
             if stamp.role is Role.PART and stamp.lane is Lane.REDUCE:
                 if key not in stamp.params:
@@ -238,6 +240,14 @@ def sent_as(part: fx.Node) -> fx.Node:
     return sent_by(launch_of(part))[index]
 
 
+def is_received(node: fx.Node) -> bool:
+    """Whether a node is part of a message: another stage has computed it."""
+    if stamp_of(node).role is not Role.PART:
+        return False
+    record = stamp_of(launch_of(node)).transfer
+    return record is not None and record.kind is TransferKind.RECEIVE
+
+
 def value_before(node: fx.Node) -> fx.Node:
     """Where a node's value comes from, through the transfer that brought it."""
     return sent_as(node) if stamp_of(node).role is Role.PART else node.all_input_nodes[0]
@@ -255,6 +265,8 @@ def _terms(node: fx.Node) -> list[fx.Node]:
         # Stages 0 and 1 reduce the sum: it is behind the transfer.
         sent = node
         while sent.op == "call_function" and stamp_of(sent).role in _MOVES:
+            if is_received(sent):
+                break
             sent = value_before(sent)
         if sent.op != "call_function" or stamp_of(sent).role is not Role.ACCUMULATE:
             return [node]

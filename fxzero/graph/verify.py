@@ -39,6 +39,7 @@ from fxzero.graph.aliases import is_view, root
 from fxzero.graph.belongings import (
     Finding,
     early_launches,
+    is_received,
     launch_of,
     micro_steps,
     sent_as,
@@ -359,7 +360,7 @@ def _changed_by(update: fx.Node) -> list[fx.Node]:
 def _reductions(node: fx.Node) -> list[str] | None:
     """Names of the groups that a gradient was reduced over; None if it was kept."""
     groups: list[str] = []
-    while node.op == "call_function":
+    while node.op == "call_function" and not is_received(node):
         stamp = stamp_of(node)
         if stamp.role is Role.PART and stamp.lane is Lane.REDUCE:
             record = stamp_of(launch_of(node)).transfer

@@ -172,6 +172,25 @@ class Reread(nn.Module):
         return F.cross_entropy(F.linear(x, self.embed.weight).flatten(0, 1), targets.flatten())
 
 
+class Added(nn.Module):
+    """Parameters that are only added: their gradients are what later stages compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.shift = nn.ParameterList(nn.Parameter(torch.randn(6)) for _ in range(2))
+        self.between = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        rows = self.shift[0].expand(x.shape)
+        h = torch.tanh(self.first(x)) + rows + 2 * self.shift[1]
+        z = h
+        for layer in self.between:
+            z = torch.tanh(layer(z)) + h
+        return F.mse_loss(self.head(z + h), y) + self.shift[1].sum()
+
+
 class Twice(nn.Module):
     """One layer at both ends, and layers between them that are trained only at the end."""
 
@@ -241,6 +260,19 @@ EXAMPLES = {
     "checkpointed": Example(Checkpointed, tokens, {2: gpt_stages(2)}),
     "late": Example(Late, numbers, {2: {"first": 0, "last": 1}}),
     "twice": Example(Twice, numbers),
+    "added": Example(
+        Added,
+        numbers,
+        {
+            n: {
+                "first": 0,
+                "shift": 0,
+                "head": n - 1,
+                **{f"between.{i}": (i + 1) * n // 4 for i in range(3)},
+            }
+            for n in (2, 4)
+        },
+    ),
     "reread": Example(Reread, tokens, {2: {"embed": (0, 1), "h": 0, "h.2": 1, "h.3": 1}}),
 }
 CHUNKS = {"interleaved": 2, "breadth_first": 2, "zbv": 2}
@@ -494,6 +526,13 @@ def test_a_layer_at_both_ends(world: int, ranks: Pools) -> None:
 def test_a_module_of_two_stages(world: int, ranks: Pools) -> None:
     here = ranks(world).run(in_stages, Case("reread", clip=0.1))
     assert all("embed.weight" in names for names in here)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved", "zbv"])
+@pytest.mark.parametrize("world", [2])
+def test_gradients_that_other_stages_compute(world: int, schedule: str, ranks: Pools) -> None:
+    """They travel to where the parameter is held, though nothing else there reads them."""
+    ranks(world).run(in_stages, Case("added", schedule, clip=0.1))
 
 
 @pytest.mark.parametrize("world", [2])
