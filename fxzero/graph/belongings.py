@@ -259,6 +259,7 @@ def _terms(node: fx.Node) -> list[fx.Node]:
         Role.COMPUTE,
         Role.ACCUMULATE,
         Role.PART,
+        Role.ROWS,  # of the batch itself, which somebody's backward returns
     ):
         node = value_before(node)
     if node.op == "call_function" and stamp_of(node).role is Role.PART:

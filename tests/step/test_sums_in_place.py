@@ -38,13 +38,14 @@ class Gradients(nn.Module):
         self.shift = nn.Parameter(torch.randn(5))
         self.scale = nn.Parameter(torch.randn(()))
         self.seen = nn.Parameter(torch.randn(4))
+        self.seen_all = nn.Parameter(torch.randn(2, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 4) → ()."""
         hidden = x @ torch.cat([self.upper, self.lower]).t()
         hidden = torch.tanh(hidden @ (self.one + self.same).t() + self.bias)
         loss = hidden.pow(2).mean() * self.scale + self.shift.sum()
-        return loss + ItsInput.apply(self.seen, x[0])
+        return loss + ItsInput.apply(self.seen, x[0]) + ItsInput.apply(self.seen_all, x)
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
