@@ -111,9 +111,9 @@ class _Part:
         for node in self.nodes.get((Phase.FORWARD, stage), ()):
             self._copy(node, stage, Phase.FORWARD)
         for node in self.nodes.get((Phase.BACKWARD, stage), ()):
-            for source in (
-                () if _is_reshard(node) else node.all_input_nodes
-            ):  # what forward's values look like to backward
+            if _is_reshard(node):
+                continue
+            for source in node.all_input_nodes:  # what forward's values look like to backward
                 if self._is_forwards_own(source, stage):
                     self.at(source, stage, Phase.FORWARD)
         if stage + 1 < self.pipeline.num_stages:
@@ -409,7 +409,8 @@ def actions_us(
             node = queue.pop()
             if node not in awaited:
                 awaited.add(node)
-                queue += [s for s in node.all_input_nodes if stages.of.get(s) == stage]
+                sources = map(root, node.all_input_nodes)  # views are of no stage
+                queue += [source for source in sources if stages.of.get(source) == stage]
     for node in graph.graph.nodes:
         stage_of_node = stages.of.get(node)
         if stage_of_node is None:

@@ -15,7 +15,7 @@ over the step; beside it is the one of the schedule's replay, by what they were 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # examples is not 
 
 from examples.benchmarks import options
 from examples.benchmarks.launch import RankResults, RunError, launch_in_turns
-from examples.benchmarks.report import Run, conditions, step_row, table, write_json
+from examples.benchmarks.report import Run, conditions, render_steps, step_row, write_json
 from examples.benchmarks.workload import Job
 
 PIPELINES = ("fxzero-pipeline", "pipelining", "pipelining-fsdp2", "pipelining-reshard")
@@ -66,34 +66,9 @@ def replayed_idle_shares(job: Job, step_ms: float, measured: Sequence[float]) ->
     return list(replay_table(schedule, action_us).idle_shares)
 
 
-def render(rows: Sequence[dict[str, Any]], reference: str) -> str:
-    """Show the rows as a table, with ratios to the reference."""
-    base = next(row for row in rows if row["name"] == reference)
-    header = [
-        *("contender", "zero", "median ms", "min", "max", "time ratio"),
-        *("peak MB", "peak ratio", "first step s", "loss", "loss diff", "idle", "replayed"),
-    ]
-    lines = [
-        [
-            row["name"],
-            str(row["zero"]),
-            f"{row['median_ms']:.1f}",
-            f"{row['min_ms']:.1f}",
-            f"{row['max_ms']:.1f}",
-            f"{row['median_ms'] / base['median_ms']:.3f}",
-            f"{row['peak_bytes'] / 1e6:.1f}",
-            f"{row['peak_bytes'] / base['peak_bytes']:.3f}",
-            f"{row['first_step_s']:.1f}",
-            f"{row['final_loss']:.6f}",
-            f"{row['max_loss_difference']:.1e}",
-            *(
-                " ".join(f"{share:.1%}" for share in row.get(key, ()))
-                for key in ("idle_shares", "replayed_idle_shares")
-            ),
-        ]
-        for row in rows
-    ]
-    return f"{table(header, lines)}\nratios are to {reference}"
+def shares(row: Mapping[str, Any], key: str) -> str:
+    """A share for each stage, where a row has them."""
+    return " ".join(f"{share:.1%}" for share in row.get(key, ()))
 
 
 def main(
@@ -183,7 +158,11 @@ def main(
         "loss_reference": reference,
     }
     write_json(json_path, facts, rows)
-    print(render(rows, reference))
+    idle = {
+        "idle": lambda row: shares(row, "idle_shares"),
+        "replayed": lambda row: shares(row, "replayed_idle_shares"),
+    }
+    print(render_steps(rows, reference, idle))
 
 
 if __name__ == "__main__":

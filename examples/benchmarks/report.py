@@ -10,11 +10,12 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, median
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -100,6 +101,43 @@ def step_row(job: Job, runs: Sequence[Run], reference: Run) -> dict[str, Any]:
         "step_ms_per_repeat": [run.step_ms for run in runs],
         "peak_bytes_per_repeat": [run.peak_bytes for run in runs],
     }
+
+
+def render_steps(
+    rows: Sequence[dict[str, Any]],
+    reference: str,
+    more: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType({}),
+) -> str:
+    """Show the rows of `step_row` as a table, with ratios to the reference.
+
+    Args:
+        more: further columns, by their titles.
+    """
+    base = next(row for row in rows if row["name"] == reference)
+    header = [
+        *("contender", "zero", "median ms", "min", "max", "time ratio"),
+        *("peak MB", "peak ratio", "with compile MB", "first step s", "loss", "loss diff"),
+        *more,
+    ]
+    lines = [
+        [
+            row["name"],
+            str(row["zero"]),
+            f"{row['median_ms']:.1f}",
+            f"{row['min_ms']:.1f}",
+            f"{row['max_ms']:.1f}",
+            f"{row['median_ms'] / base['median_ms']:.3f}",
+            f"{row['peak_bytes'] / 1e6:.1f}",
+            f"{row['peak_bytes'] / base['peak_bytes']:.3f}",
+            f"{row['peak_with_compile_bytes'] / 1e6:.1f}",
+            f"{row['first_step_s']:.2f}",
+            f"{row['final_loss']:.6f}",
+            f"{row['max_loss_difference']:.1e}" if row["name"] != "alone" else "",
+            *(column(row) for column in more.values()),
+        ]
+        for row in rows
+    ]
+    return f"{table(header, lines)}\nratios are to {reference}"
 
 
 def loss_difference(run: Run, reference: Run) -> float:

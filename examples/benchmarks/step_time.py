@@ -25,35 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # examples is not 
 
 from examples.benchmarks import options
 from examples.benchmarks.launch import RunError, launch, launch_in_turns
-from examples.benchmarks.report import Run, bounds, conditions, step_row, table, write_json
+from examples.benchmarks.report import Run, bounds, conditions, render_steps, step_row, write_json
 from examples.benchmarks.workload import Job
-
-
-def render(rows: Sequence[dict[str, Any]], reference: str) -> str:
-    """Show the rows as a table, with ratios to the reference."""
-    base = next(row for row in rows if row["name"] == reference)
-    header = [
-        *("contender", "zero", "median ms", "min", "max", "time ratio"),
-        *("peak MB", "peak ratio", "with compile MB", "first step s", "loss", "loss diff"),
-    ]
-    lines = [
-        [
-            row["name"],
-            str(row["zero"]),
-            f"{row['median_ms']:.1f}",
-            f"{row['min_ms']:.1f}",
-            f"{row['max_ms']:.1f}",
-            f"{row['median_ms'] / base['median_ms']:.3f}",
-            f"{row['peak_bytes'] / 1e6:.1f}",
-            f"{row['peak_bytes'] / base['peak_bytes']:.3f}",
-            f"{row['peak_with_compile_bytes'] / 1e6:.1f}",
-            f"{row['first_step_s']:.2f}",
-            f"{row['final_loss']:.6f}",
-            f"{row['max_loss_difference']:.1e}" if row["name"] != "alone" else "",
-        ]
-        for row in rows
-    ]
-    return f"{table(header, lines)}\nratios are to {reference}"
 
 
 def print_simulated(row: dict[str, Any]) -> None:
@@ -155,7 +128,7 @@ def main(
     if speed is not None:
         facts["bounds"] = bounds(rows, rows[names.index("alone")], speed, ranks)
     write_json(json_path, facts, rows)
-    print(render(rows, reference))
+    print(render_steps(rows, reference))
     for row in rows:
         print_simulated(row)
     if speed is not None:

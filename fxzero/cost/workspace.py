@@ -217,13 +217,7 @@ def safe_softmax_workspace(x: Tensor, *_: Any, **__: Any) -> int:
 
 
 @register_workspace_formula(_aten.sum)
-def sum_workspace(
-    x: Tensor,
-    dim: Sequence[int] | None = None,
-    *_: Any,
-    dtype: torch.dtype | None = None,
-    **__: Any,
-) -> int:
+def sum_workspace(x: Tensor, dim: Sequence[int] | None = None, *_: Any, **__: Any) -> int:
     """On CUDA, the partial sums over the rows of a matrix that many blocks share: torch's reduction
     keeps, for each block and output, as many as a block has threads side by side, times the outputs
     of a thread (``aten/src/ATen/native/cuda/Reduce.cuh``, torch 2.11 to 2.13)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,8 @@ from fxzero.graph import Role
 from fxzero.graph.aliases import root
 from fxzero.graph.stamps import Phase, stamp_of
 from fxzero.graph.step_graph import StepGraph, TransferNodes
+from fxzero.pipeline.schedules import table_of
+from fxzero.pipeline.tables import Action, Table, Work
 from fxzero.transfer import TransferKind
 from tests.passes.pipelined import DECODER, Decoder, scheduled
 
@@ -123,3 +126,23 @@ def test_gradients_are_added_up_behind_the_layer_that_they_are_of() -> None:
         assert place[deepest] < place[root(first.all_input_nodes[1])]
     copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
     assert not [node for node in copies if stamp_of(node).made_by == "shard_grads"]
+
+
+def test_what_the_stage_before_waits_for_is_counted_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Through the views between two operators: `auto` chooses by how long the halves take."""
+    seen = []
+
+    def first(places: object, micro_batches: int, action_us: Callable[[Action], float]) -> Table:
+        seen.append([action_us(Action(1, work, 0)) for work in Work])
+        return table_of("1f1b", 4, micro_batches)
+
+    monkeypatch.setattr("fxzero.passes.split_stages.fastest", first)
+    stages = {f"h.{i}": max(0, i - 2) for i in range(6)}
+    batch = torch.ones(12, 2, 8)  # its linear layers look at rows
+    scheduled(0, build=Deep, stages=stages, batch=batch, schedule="auto")
+    ((_, both_us, inputs_us, weights_us),) = seen
+    assert both_us == inputs_us + weights_us
+    # A product and tanh's gradient each, against a product and a sum.
+    assert 0.8 <= inputs_us / weights_us <= 1.25
