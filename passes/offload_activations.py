@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
@@ -120,19 +119,29 @@ def _is_dense(value: torch.Tensor) -> bool:
 
 
 def chosen(
-    values: Sequence[Saved], timeline: Timeline, wanted_bytes: float, room_bytes: float = math.inf
-) -> list[Saved]:
-    """As many of some values as there is time for, and room on the host, those made first before
-    others."""
-    found: list[Saved] = []
+    values: Sequence[Sequence[Saved]],
+    timeline: Timeline,
+    wanted_bytes: float,
+    room_bytes: float = math.inf,
+) -> list[int]:
+    """Which of some values go: as many as there is time for, and room on the host, those made
+    first before others.
+
+    Args:
+        values: each of one micro-step, with those of others that are to go with it.
+        wanted_bytes: of one micro-step.
+    """
+    found: list[int] = []
+    taken: list[Saved] = []
     taken_bytes = 0
-    for saved in values:
+    for position, (saved, *others) in enumerate(values):
         own_bytes = num_bytes(saved.node)
         if taken_bytes + own_bytes / 2 > wanted_bytes:
             break
-        more = [*found, saved]
+        more = sorted([*taken, saved, *others], key=lambda one: one.node)
         if staging_bytes(places(more)) <= room_bytes and has_time(more, timeline):
-            found.append(saved)
+            found.append(position)
+            taken = more
             taken_bytes += own_bytes
     return found
 
@@ -172,8 +181,12 @@ def record_of(node: fx.Node, lane: Lane, bytes_per_s: float = 0.0) -> Transfer:
 
 
 def places(values: Sequence[Saved]) -> dict[fx.Node, int]:
-    """Where in some bytes each of one micro-step's values may be, first fit: from when it is made
-    until backward first reads it, no other is there."""
+    """Where in some bytes each of some values may be, first fit: no other one is there from when it
+    is made until backward first reads it.
+
+    Args:
+        values: in the order in which they are made.
+    """
     held: list[tuple[int, int, fx.Node]] = []
     found: dict[fx.Node, int] = {}
     for saved in values:
@@ -211,7 +224,8 @@ def move(graph: StepGraph, saved: Saved, staging: fx.Node, offset: int, ctx: Con
             f"download_{node.name}",
             [value_on_host(graph, node)],
         )
-    up = stamp.but(lane=Lane.H2D, bucket=f"upload.{node.name}", phase=Phase.BACKWARD)
+    half = stamp_of(saved.first_read).half
+    up = stamp.but(lane=Lane.H2D, bucket=f"upload.{node.name}", phase=Phase.BACKWARD, half=half)
     rate = ctx.throttle.bytes_per_s(Lane.H2D)
     device = None if value.device.type == HOST.type else value.device
     with graph.graph.inserting_before(saved.first_read), graph.made_for(node):
@@ -240,7 +254,8 @@ def _seen_again(graph: StepGraph, view: fx.Node, again: dict[fx.Node, fx.Node]) 
     if view not in again:
         source = _seen_again(graph, view.all_input_nodes[0], again)
         copy = copy_node(graph.graph, view, lambda _: source)
-        stamp = stamp_of(view).but(phase=Phase.BACKWARD, made_by="offload_activations")
+        half = stamp_of(source).half
+        stamp = stamp_of(view).but(phase=Phase.BACKWARD, half=half, made_by="offload_activations")
         set_stamp(copy, replace(stamp, again=view.name))
         return copy
     return again[view]
@@ -284,15 +299,19 @@ class OffloadActivations(DecidingPass[Moved]):
         """Choose for the first micro-step, and alike for the others."""
         move_parts_together(graph)  # so that what runs as one is what will
         found = saved_values(graph, self.min_bytes)
-        by_step = [list(own) for _, own in groupby(found, key=lambda saved: saved.micro_step)]
-        first = by_step[0] if by_step else []
+        by_step: dict[int, list[Saved]] = {}
+        for saved in found:
+            by_step.setdefault(saved.micro_step, []).append(saved)
+        first = by_step.get(0, [])
+        # In a pipeline several micro-steps are in flight, whose copies share the lanes.
+        others = [own for step, own in by_step.items() if step] if graph.row else []
+        alike = [[saved, *(own[i] for own in others)] for i, saved in enumerate(first)]
         timeline = Timeline(graph, ctx.costs, ctx.throttle, fuses=ctx.fuses)
         saved_bytes = sum(num_bytes(saved.node) for saved in first)
         wanted_bytes = decided(self.share) * saved_bytes
-        go = chosen(first, timeline, wanted_bytes, _room_bytes(ctx))
-        positions = [first.index(saved) for saved in go]
-        names = [own[i].node.name for own in by_step for i in positions if i < len(own)]
-        moved_bytes = sum(num_bytes(saved.node) for saved in go)
+        positions = chosen(alike, timeline, wanted_bytes, _room_bytes(ctx))
+        names = [own[i].node.name for own in by_step.values() for i in positions if i < len(own)]
+        moved_bytes = sum(num_bytes(first[i].node) for i in positions)
         return Moved(tuple(names), moved_bytes, saved_bytes)
 
     def apply(self, graph: StepGraph, decision: Moved, ctx: Context) -> Notes:
@@ -308,16 +327,14 @@ class OffloadActivations(DecidingPass[Moved]):
                 f"the plan moves {strange[0]!r} to the host, which is no value that forward saves. "
                 "Where recompute was changed, drop offload_activations: it is then decided anew."
             )
-        values = [known[name] for name in decision.values]
+        values = sorted((known[name] for name in decision.values), key=lambda saved: saved.node)
         if not values:
             return Notes()
-        by_step = [list(own) for _, own in groupby(values, key=lambda saved: saved.micro_step)]
-        where = [places(own) for own in by_step]
-        room = max(map(staging_bytes, where))
+        offsets = places(values)
+        room = staging_bytes(offsets)
         staging, begin = staging_area(graph, room)
-        for own, offsets in zip(by_step, where, strict=True):
-            for saved in own:
-                move(graph, saved, staging, begin + offsets[saved.node], ctx)
+        for saved in values:
+            move(graph, saved, staging, begin + offsets[saved.node], ctx)
         return Notes(
             values=len(values),
             num_bytes=decision.num_bytes,

@@ -50,7 +50,9 @@ def copy_by_segment(graph: StepGraph, copy: TransferNodes) -> int:
             stamp = copy.stamp.but(
                 phase=segment.phase,
                 micro_step=segment.micro_step,
-                bucket=f"{copy.stamp.bucket}.{segment.phase.value}.{segment.micro_step}",
+                stage=segment.stage,
+                half=segment.half,
+                bucket=f"{copy.stamp.bucket}.{_name(segment)}",
                 made_by="offload_params",
             )
             made = emit_upload(graph, list(readers), copy.record, stamp, copy.launch.name, device)
@@ -60,6 +62,12 @@ def copy_by_segment(graph: StepGraph, copy: TransferNodes) -> int:
     for node in (*copy.parts, copy.wait, copy.launch):
         graph.graph.erase_node(node)
     return len(by_segment)
+
+
+def _name(segment: Segment) -> str:
+    """What a segment is called in the names of its copies."""
+    half = f".{segment.half}" if segment.half else ""
+    return f"{segment.phase.value}.{segment.micro_step}{half}"
 
 
 def _copies_of_params(graph: StepGraph) -> list[TransferNodes]:

@@ -18,14 +18,14 @@ from typing import ClassVar
 from torch import fx
 
 from fxzero.errors import ConfigError
-from fxzero.graph import Phase, Role, StepGraph
+from fxzero.graph import Role, StepGraph
 from fxzero.graph.messages import set_tags
-from fxzero.graph.stamps import Segment, set_stamp, stamp_of
-from fxzero.graph.step_graph import TransferNodes, transfer_nodes
+from fxzero.graph.stamps import set_stamp, stamp_of
+from fxzero.graph.step_graph import TransferNodes, segment_of, transfer_nodes
 from fxzero.passes.base import Context, Door, Fact, Notes, Pass
 from fxzero.pipeline.messages import Messages, sender_of
 from fxzero.pipeline.schedules import AUTO, table_of
-from fxzero.pipeline.tables import Action, Table, Work
+from fxzero.pipeline.tables import Table, Work
 from fxzero.ranks.agree import digest_of
 from fxzero.sharding.pipeline import Pipeline
 from fxzero.transfer import TransferKind
@@ -49,13 +49,6 @@ def table_for(schedule: str, pipeline: Pipeline, micro_batches: int) -> Table:
             f"on {pipeline.place_of}. Shard with schedule={schedule!r}."
         )
     return table
-
-
-def segment_of(action: Action) -> Segment:
-    """What an action runs."""
-    phase = Phase.FORWARD if action.work is Work.FORWARD else Phase.BACKWARD
-    half = int(action.work is Work.WEIGHT_GRADIENTS)
-    return Segment(phase, action.micro_step, action.stage, half)
 
 
 class _Ordering:

@@ -106,6 +106,7 @@ def read_copies(
         name = f"upload_{place}"
         own_stamp = stamp.but(
             phase=Phase.FORWARD,
+            stage=stamp_of(min(r for param in together for r in readers_of(param))).stage,
             lane=Lane.H2D,
             bucket=f"upload.{place}" + (f".{str(dtype)[6:]}" if len(by_kind) > 1 else ""),
             made_by="offload_states",

@@ -24,7 +24,7 @@ from fxzero.graph.left_out import LeftOut
 from fxzero.graph.node_text import node_line
 from fxzero.graph.pieces import Pieces, called
 from fxzero.graph.stamps import STAMP, Lane, Phase, Role, Segment, Stamp, set_stamp, stamp_of
-from fxzero.pipeline.tables import Action
+from fxzero.pipeline.tables import Action, Work
 from fxzero.sharding.params import ParamSpec
 from fxzero.sharding.pipeline import Pipeline
 from fxzero.transfer import Transfer, TransferKind
@@ -99,6 +99,13 @@ class TransferNodes:
                 node = following[0]
             ends.append(node)
         return ends
+
+
+def segment_of(action: Action) -> Segment:
+    """What an action runs."""
+    phase = Phase.FORWARD if action.work is Work.FORWARD else Phase.BACKWARD
+    half = int(action.work is Work.WEIGHT_GRADIENTS)
+    return Segment(phase, action.micro_step, action.stage, half)
 
 
 class StepGraph:
@@ -201,9 +208,11 @@ class StepGraph:
 
     @property
     def identity(self) -> str:
-        """What ranks call the model that it belongs to: models are sharded in one order."""
+        """What ranks call the model that it belongs to: models are sharded in one order. Of a
+        pipeline each place has a graph of its own, and makes its own choices."""
         numbers = sorted({spec.state.number for spec in self.specs.values()})
-        return "-".join(str(number) for number in numbers)
+        place = "" if self.pipeline is None else f" at {self.pipeline.place}"
+        return "-".join(str(number) for number in numbers) + place
 
     @property
     def mutated(self) -> frozenset[fx.Node]:
@@ -246,10 +255,11 @@ class StepGraph:
 
     def segments(self) -> list[Segment]:
         """The forwards and backwards of the step, in the order in which they run."""
-        found = dict.fromkeys(stamp_of(node).segment for node in self.nodes())
+        found = dict.fromkeys(stamp_of(n).segment for n in self.nodes() if n.op != "get_attr")
         inside = [segment for segment in found if segment.phase is not Phase.OPTIMIZER]
         if self.row:
-            return inside  # they stand in the order of the schedule
+            place = {segment_of(action): i for i, action in enumerate(self.row)}
+            return sorted(inside, key=place.__getitem__)
         return sorted(inside, key=lambda s: (s.micro_step, s.phase is Phase.BACKWARD))
 
     def call(

@@ -213,6 +213,7 @@ def _run_step(
         scheduler=None,
         config=config,
         find_loss=scalar_of,
+        runs=False,
     )
     try:
         step(*batch.args, **batch.kwargs)

@@ -61,6 +61,7 @@ def find_holders(
                 scheduler=None,
                 config=Config(strict=True),
                 find_loss=scalar_of,
+                runs=False,
             )
             with regions_to_look_at():
                 step(*args, **kwargs)

@@ -3,6 +3,7 @@
     announce(A) ──► every peer of every group that A communicates in
     … A's own compute, its first launches …
     settle()    ◄── compare with what the peers announced, before anything of theirs is used
+    give_up(G)  ──► instead of A, where it could not be compiled: the others of G raise, too
 
 An announcement is 16 bytes: a digest of the collectives to come. It travels beside the graph's
 first messages, over gloo, and is compared right before the first wait, so that it adds no
@@ -35,6 +36,8 @@ from fxzero.ranks.places import user_line_of
 
 _TAG = 0x5A1
 """Of announcements, all graphs' alike: they meet in the order in which graphs run."""
+_GAVE_UP = "gave up"
+"""The kind of what a rank says that runs nothing."""
 _ANSWER_S = 10.0
 """How long a rank that disagrees waits to hear what the others run, for its message."""
 
@@ -146,15 +149,19 @@ def _words(digest: bytes) -> Tensor:
     return torch.frombuffer(bytearray(digest), dtype=torch.int64)
 
 
-def begin(account: Account) -> None:
-    """Announce a graph that is about to run. What it launches from now on carries its tag."""
+def begin(account: Account, *, at_once: bool = False) -> None:
+    """Announce a graph that is about to run. What it launches from now on carries its tag.
+
+    Args:
+        at_once: compare before anything is launched, which costs a message's time.
+    """
     if now.announcement is not None:  # a graph that launched, and waited for nothing
         settle()
     now.num_runs += 1
     now.account = account
     now.tag = account.tag
     now.announcement = _Announcement(account)
-    if account.at_once:
+    if at_once or account.at_once:
         settle()
 
 
@@ -171,6 +178,22 @@ def abandon() -> None:
         now.abandoned.append(now.announcement)
         now.announcement = None
     now.tag = DEFAULT_TAG
+
+
+def give_up(group: str, why: str) -> None:
+    """Tell the ranks of a group that a graph will not run here, for which they would wait.
+
+    Args:
+        why: what the others say then.
+    """
+    if channel_of(group) is None:
+        return
+    digest = digest_of(f"gave up: {why}")
+    store = default_store()
+    if store is not None:
+        store.set(f"fxzero/accounts/{digest.hex()}", json.dumps({"kind": _GAVE_UP, "why": why}))
+    now.num_runs += 1
+    now.abandoned.append(_Announcement(Account(digest, (group,))))
 
 
 def settle() -> None:
@@ -238,6 +261,17 @@ def _explain(account: Account, others: dict[int, bytes]) -> str:
     """What the ranks run, and where their ways part."""
     mine = {**account.about, "at": user_line_of(sys._getframe())}
     theirs = _exchange(account.digest, mine, set(others.values()))
+    gave_up = {
+        rank: theirs[digest]["why"]
+        for rank, digest in others.items()
+        if theirs.get(digest, {}).get("kind") == _GAVE_UP
+    }
+    if gave_up:
+        reasons = "\n".join(f"  rank {rank}: {gave_up[rank]}" for rank in sorted(gave_up))
+        return (
+            f"this rank would run {tell(mine)}, and others could not compile theirs, without "
+            f"which it would wait for ever:\n{reasons}\nNothing was changed. Mend what they name."
+        )
     said = {dist.get_rank(): f"{tell(mine)}{_lines(mine, list(theirs.values()))}"}
     for rank, digest in others.items():
         about = theirs.get(digest)

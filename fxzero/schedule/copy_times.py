@@ -79,7 +79,7 @@ class Timeline:
 
 
 def first_compute(graph: StepGraph, segment: Segment) -> fx.Node:
-    """The first node of a phase of a micro-step that computes something."""
-    return next(
-        node for node in graph.nodes(segment=segment) if stamp_of(node).role is Role.COMPUTE
-    )
+    """The first node of a segment that computes something, or of one without such a node, which
+    only passes on, the first that there is."""
+    nodes = list(graph.nodes(segment=segment))
+    return next((node for node in nodes if stamp_of(node).role is Role.COMPUTE), nodes[0])

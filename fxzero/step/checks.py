@@ -87,8 +87,6 @@ def refuse_beside_pipeline(config: Config, specs: Mapping[str, ParamSpec], kerne
     if not any(spec.stages for spec in specs.values()):
         return
     asked = {
-        config.offloads: bool(config.offloads),
-        f"memory_budget={config.memory_budget}": config.budget is not None,
         "cuda_graph=True": config.cuda_graph,
         f"plan={config.plan!r}": bool(config.plan),
         "tile_linear": bool(config.filled.tile_linear.max_bytes),

@@ -21,6 +21,7 @@ from fxzero._compat import pytree
 from fxzero.compiler.config import Config
 from fxzero.compiler.pipelines import step_passes
 from fxzero.errors import BatchError, CaptureError, ConfigError, FxZeroError, FxZeroWarning
+from fxzero.ranks.agree import give_up
 from fxzero.runtime.checked_saves import check_saves
 from fxzero.runtime.delayed import use_gradients, watch_state_dicts
 from fxzero.runtime.disk_arena import disk_arena_of
@@ -145,13 +146,16 @@ class TrainStep:
         scheduler: LRScheduler | None,
         config: Config,
         find_loss: Callable[[Any], Any] | None = None,
+        runs: bool = True,
     ) -> None:
         """See `compile_step`.
 
         Args:
             find_loss: what finds the loss in what the model returns, for those who look at models
                 that return something else.
+            runs: whether its graph runs once it is compiled; somebody may only look at it.
         """
+        self._runs = runs
         self.model = model = getattr(model, "_orig_mod", model)
         self.optimizer = optimizer = unwrapped(optimizer, "optimizer", Optimizer)
         self.scheduler = scheduler = unwrapped(scheduler, "scheduler", LRScheduler)
@@ -497,8 +501,13 @@ class TrainStep:
                 clip_grad_norm=self._clip_grad_norm,
                 scaled=self.loss_scale is not None,
             )
-        except FxZeroError as error:
-            raise _compat.passing_through_dynamo(error) from None
+        except Exception as error:
+            pipeline = self._state.pipeline
+            if pipeline is not None:  # its other ranks compile other graphs, and may have them
+                give_up(pipeline.group.name, str(error))
+            if isinstance(error, FxZeroError):
+                raise _compat.passing_through_dynamo(error) from None
+            raise
 
         if binder.disk.buckets:
             check_saves(self.model, self.optimizer)
@@ -510,6 +519,9 @@ class TrainStep:
 
     def _run(self, number: int, inputs: Sequence[Any]) -> Sequence[Tensor]:
         """Run one of the compiled graphs."""
+        if not self._runs:
+            self._result = torch.zeros(()), None, None
+            return self._result[:1]
         binder, run = self._programs[number]
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         with torch.no_grad():

@@ -32,7 +32,6 @@ from examples.settings import Settings
 from examples.train import train
 from fxzero.errors import ShardingError
 from tests.parity.harness import Pools
-from tests.tiers import exhaustive
 
 RTOL = 1e-12
 ROWS = 2
@@ -292,6 +291,7 @@ class Case:
     frozen: str = ""
     lowering: str = "eager"
     by_inputs: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -356,7 +356,7 @@ def in_stages(case: Case) -> list[str]:
         optimizer,
         micro_batches=case.micro_batches,
         clip_grad_norm=case.clip,
-        options={"lower_regions": {"backend": case.lowering}},
+        options={"lower_regions": {"backend": case.lowering}, **case.options},
     )
     replicas = dist.get_world_size() // case.places
     replica, rows = dist.get_rank() % replicas, ROWS * case.micro_batches
@@ -445,7 +445,7 @@ def test_four_stages(world: int, case: Case, ranks: Pools) -> None:
     ranks(world).run(in_stages, case)
 
 
-@exhaustive
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("example", ["gpt", "unet", "conv"])
 @pytest.mark.parametrize(
@@ -583,9 +583,8 @@ def refused(kind: str) -> str:
                 model(*batch)
             elif kind == "loop":
                 torch.compile(model, backend="fxzero")(*batch)
-            elif kind == "budget":
-                options: dict[str, Any] = {"memory_budget": "1GiB"}
-                fxzero.compile_step(model, adamw(model, fused=True), options=options)
+            elif kind == "graph":
+                fxzero.compile_step(model, adamw(model, fused=True), options={"cuda_graph": True})
             elif kind == "other places":
                 options = {"order_micro_batches": {"schedule": "zbv"}}
                 step = fxzero.compile_step(
@@ -626,7 +625,7 @@ def _message(call: Callable[[], object]) -> str:
         ("backwards", "Stages follow each other in the order of the forward"),
         ("eager", "call fxzero.compile_step"),
         ("loop", "fxzero.compile_step"),
-        ("budget", "memory_budget=1GiB and a model in stages"),
+        ("graph", "cuda_graph=True and a model in stages"),
         ("other places", "Shard with schedule='zbv'"),
         ("checkpoint", "options={'recompute': {'policy': 'full'}}"),
         ("buffer", "would not see what the micro-batch before has made of it"),

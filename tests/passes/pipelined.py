@@ -66,6 +66,7 @@ def scheduled(
     stages: Mapping[str, int] = STAGES,
     lowering: str = "eager",
     batch: Tensor | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> StepGraph:
     """The scheduled step of a rank of one of four places."""
     shape, names = (4, shards), ("pipeline", "shard")
@@ -85,7 +86,7 @@ def scheduled(
             torch.optim.AdamW(model.parameters(), fused=True),
             micro_batches=micro_batches,
             clip_grad_norm=clip,
-            options={"lower_regions": {"backend": lowering}},
+            options={"lower_regions": {"backend": lowering}, **(options or {})},
         )
         step(torch.zeros(2 * micro_batches, dtype=torch.long) if batch is None else batch)
     graph: StepGraph = seen[0].joint

@@ -28,7 +28,7 @@ from fxzero.graph.aliases import is_view
 from fxzero.graph.lanes import aligned
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import set_stamp, stamp_of
-from fxzero.graph.step_graph import TransferNodes
+from fxzero.graph.step_graph import TransferNodes, transfer_nodes
 from fxzero.passes.base import Notes
 from fxzero.passes.offload_activations import (
     Moved,
@@ -45,6 +45,7 @@ from fxzero.runtime import copies
 from fxzero.schedule.copy_times import Timeline
 from fxzero.schedule.simulate import simulate_memory
 from fxzero.transfer import PCIE_DOWN, PCIE_UP, Pool
+from tests.passes.pipelined import scheduled
 from tests.passes.test_join_copies import Layers
 from tests.passes.test_offload_states import ONE_PROCESS, downloads, uploads
 from tests.stepping import EAGER, chain_of, compiled_step, step_graph
@@ -415,8 +416,8 @@ def test_more_goes_where_lanes_are_faster(lane: str) -> None:
     counts = []
     for rate in ("1KB/s", "60KB/s", "100KB/s", "250KB/s", "1GB/s"):
         timeline = timeline_of(graph, SLOW_OPERATORS, Throttle(**{lane: rate}))
-        found = chosen(values, timeline, float("inf"))
-        assert found == values[: len(found)]
+        found = chosen([[saved] for saved in values], timeline, float("inf"))
+        assert found == [*range(len(found))]
         counts.append(len(found))
     assert counts == sorted(counts)
     assert len(set(counts)) > 2
@@ -430,8 +431,9 @@ def test_a_share_is_rounded_to_whole_values(share: float, count: int) -> None:
     """To the nearest number of them, of those made first."""
     graph = plain()
     values = saved_values(graph, 1)
-    found = chosen(values, timeline_of(graph, QUICK), share * DEPTH * VALUE_BYTES)
-    assert [saved.node.name for saved in found] == [saved.node.name for saved in values[:count]]
+    each = [[saved] for saved in values]
+    found = chosen(each, timeline_of(graph, QUICK), share * DEPTH * VALUE_BYTES)
+    assert found == [*range(count)]
 
 
 def test_a_value_that_has_no_time_does_not_stop_others() -> None:
@@ -440,8 +442,38 @@ def test_a_value_that_has_no_time_does_not_stop_others() -> None:
     values = saved_values(graph, 1)
     timeline = timeline_of(graph, QUICK)
     first = replace(values[0], first_read=values[0].last_read)
-    found = chosen([first, *values[1:]], timeline, float("inf"))
-    assert found == values[1:]
+    found = chosen([[first], *([saved] for saved in values[1:])], timeline, float("inf"))
+    assert found == [*range(1, len(values))]
+
+
+def test_what_goes_with_a_value_needs_time_too() -> None:
+    """In a pipeline the values of several micro-steps go, or none of them."""
+    graph = plain(micro_batches=2)
+    values = saved_values(graph, 1)
+    first, second = values[:DEPTH], values[DEPTH:]
+    timeline = timeline_of(graph, QUICK)
+    late = [replace(second[0], first_read=second[0].last_read), *second[1:]]
+    assert chosen(list(zip(first, second, strict=True)), timeline, float("inf")) == [0, 1, 2, 3]
+    assert chosen(list(zip(first, late, strict=True)), timeline, float("inf")) == [1, 2, 3]
+
+
+def test_values_of_micro_steps_in_flight_have_places_of_their_own() -> None:
+    """The first of four stages has four of them."""
+    with costing(QUICK):
+        graph = scheduled(0, options=VALUES)
+    lives: list[tuple[fx.Node, fx.Node, int, int]] = []
+    for copy in downloads(graph):
+        (value,) = copy.tensors
+        (offset,) = copy.launch.args[3]
+        (up,) = (user for user in copy.parts[0].users)
+        back = transfer_nodes(up)
+        lives.append((value, back.wait, offset, offset + num_bytes(value)))
+    assert len({stamp_of(value).micro_step for value, *_ in lives}) == 6
+    assert len(lives) > 6
+    for one, *_, begin, end in lives:
+        for other, until, first, last in lives:
+            if other < one < until:
+                assert end <= first or last <= begin
 
 
 def test_time_is_for_both_ways() -> None:

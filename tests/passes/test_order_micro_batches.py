@@ -8,8 +8,7 @@ import pytest
 
 from fxzero.graph import Phase, Role
 from fxzero.graph.stamps import Segment, stamp_of
-from fxzero.graph.step_graph import StepGraph
-from fxzero.passes.order_micro_batches import segment_of
+from fxzero.graph.step_graph import StepGraph, segment_of
 from fxzero.pipeline.tables import TABLES
 from fxzero.transfer import TransferKind
 from tests.passes.pipelined import scheduled
