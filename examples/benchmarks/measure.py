@@ -7,6 +7,7 @@ not allowed a thread samples the resident size. On CUDA torch's allocator counts
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import sys
@@ -130,6 +131,17 @@ def allocated_peak_bytes(call: Callable[[], object]) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
+
+
+def held_bytes() -> int:
+    """Bytes of all tensors that there are now, on any device, each storage once."""
+    found: dict[int, int] = {}
+    for tensor in gc.get_objects():
+        with contextlib.suppress(Exception):  # fake ones have no memory
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
 
 
 def timed_s(device: str, call: Callable[[], Result]) -> tuple[Result, float]:

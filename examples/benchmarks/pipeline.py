@@ -9,7 +9,8 @@
 All train on the same tokens: `--batch` sequences for each rank, those of a pipeline's ranks
 together split into `--micro-batches`. Every repeat runs every contender once, in an order that
 rotates. The idle share of fxzero's ranks is the time in which they wait for others, or have ended,
-over the step; beside it is the one of the schedule's replay, by what they were busy for.
+over the step; beside it is the one of the schedule's replay, by what they were busy for. Memory in
+tensors leaves out what the resident size holds beside: Python, the compiler, the heap's gaps.
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ def main(
         threads=threads,
         link=rate.value if rate is not None else None,
         timeout_s=timeout_s,
+        counts_tensors=True,
     )
     jobs = [
         replace(job, contender=name)
@@ -142,6 +144,10 @@ def main(
     runs = [[Run.merge(found) for found in repeats] for repeats in results]
     base = runs[names.index(reference)][-1]
     rows = [step_row(each, found, base) for each, found in zip(jobs, runs, strict=True)]
+    for row, repeats in zip(rows, results, strict=True):
+        row["tensor_peak_bytes"] = median(
+            max(found["tensor_peak_bytes"] for found in ranks) for ranks in repeats
+        )
     rows[0]["idle_shares"] = idle_shares(results[0], stages)
     rows[0]["replayed_idle_shares"] = replayed_idle_shares(
         job, rows[0]["median_ms"], rows[0]["idle_shares"]
@@ -154,15 +160,17 @@ def main(
         "steps": steps,
         "warmup": warmup,
         "repeat": repeat,
+        "tensor_memory": "tensors before a step, and what torch's allocator hands out in it",
         "memory": f"above the imports, largest rank; {results[0][0][0]['memory_method']}",
         "loss_reference": reference,
     }
     write_json(json_path, facts, rows)
-    idle = {
+    more = {
+        "in tensors MB": lambda row: f"{row['tensor_peak_bytes'] / 1e6:.1f}",
         "idle": lambda row: shares(row, "idle_shares"),
         "replayed": lambda row: shares(row, "replayed_idle_shares"),
     }
-    print(render_steps(rows, reference, idle))
+    print(render_steps(rows, reference, more))
 
 
 if __name__ == "__main__":

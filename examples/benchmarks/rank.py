@@ -8,20 +8,29 @@ One process measures one contender once, so nothing is warm and nobody else's me
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from examples.benchmarks.contenders import CONTENDERS, build, load_imports
-from examples.benchmarks.measure import PeakMeter, peak_meter, release_free_memory, timed_s
+from examples.benchmarks.contenders import CONTENDERS, Training, build, load_imports
+from examples.benchmarks.measure import (
+    PeakMeter,
+    allocated_peak_bytes,
+    held_bytes,
+    peak_meter,
+    release_free_memory,
+    timed_s,
+)
 from examples.benchmarks.workload import Job
 from fxzero.compiler.compilation import observers
 
@@ -58,6 +67,7 @@ def measure_steps(job: Job, meter: PeakMeter) -> dict[str, Any]:
         losses.append(loss.item())
         waited_s.append(getattr(training.step, "waited_s", [0.0])[0])
     steady_peak_bytes = meter.peak_bytes()
+    in_tensors = tensor_peak_bytes(training, batch) if job.counts_tensors else {}
     return {
         "first_step_s": seconds[0],
         "step_ms": [step_s * 1e3 for step_s in seconds[job.warmup :]],
@@ -67,8 +77,20 @@ def measure_steps(job: Job, meter: PeakMeter) -> dict[str, Any]:
         ][job.warmup :],
         "peak_bytes": steady_peak_bytes - baseline_bytes,
         "peak_with_compile_bytes": max(compile_peak_bytes, steady_peak_bytes) - baseline_bytes,
+        **in_tensors,
         **traffic(training.model, job),
         **(simulated(compilations) if compilations else {}),
+    }
+
+
+def tensor_peak_bytes(training: Training, batch: Sequence[Tensor]) -> dict[str, Any]:
+    """The most that tensors take in a step, those of before it included: what a resident size holds
+    beside it is Python's, the compiler's and the heap's."""
+    gc.collect()
+    before_bytes = held_bytes()
+    return {
+        "tensor_peak_bytes": before_bytes
+        + allocated_peak_bytes(lambda: training.step(*batch)),
     }
 
 

@@ -108,6 +108,8 @@ class Job:
     """Rate of the link between two hosts, as `link.RATES` names it; None for one machine."""
     simulate: bool = False
     """Also simulate what fxzero compiled, which keeps its graphs in memory."""
+    counts_tensors: bool = False
+    """Also count what tensors take, in a step after those that are timed."""
     timeout_s: float = 900.0
 
     def sample(self, step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:

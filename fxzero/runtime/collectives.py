@@ -26,7 +26,8 @@ _joined: deque[Any] = deque(maxlen=16)
 worker thread often drops the tensors last, while Python drops its own references, and
 the heap is corrupted within some hundred small collectives (seen with torch 2.13:
 "unaligned tcache chunk"). By the time that one falls out of here, the worker threads
-hold nothing of it. Messages run without worker threads."""
+hold nothing of it. Messages run without worker threads. Handles keep no memory here, or
+the gradients of sixteen buckets would lie about from step to step: see `_taken_from`."""
 
 
 class InFlight:
@@ -160,8 +161,16 @@ def join(flight: InFlight) -> list[Tensor]:
 def join_sum(flight: InFlight, size: int) -> list[Tensor]:
     """Wait for sums over ranks and divide them, in place."""
     totals = join(flight)
+    flight.tensors = []
     _joined.extend(flight.handles)
-    return [total.div_(size) for total in totals]
+    return [_taken_from(total).div_(size) for total in totals]
+
+
+def _taken_from(total: Tensor) -> Tensor:
+    """A tensor's memory as another one; it has none itself from then on, whoever still holds it."""
+    taken = total.detach()
+    total.set_()
+    return taken
 
 
 def join_exchange(flight: InFlight, size: int) -> list[Tensor]:
