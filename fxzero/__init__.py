@@ -33,10 +33,12 @@ from fxzero.sharding.shard import no_sync, report, shard
 from fxzero.step import StepOutput, TrainStep, compile_step
 
 
-def _find_holders(model: _Any, example_inputs: _Any, num_stages: int) -> dict[str, tuple[int, ...]]:
+def _find_holders(
+    model: _Any, example_inputs: _Any, wanted: _pipeline.StagesWanted
+) -> dict[str, tuple[int, ...]]:
     from fxzero.inspect.find_stages import find_holders  # what looks at graphs is rarely wanted
 
-    return find_holders(model, example_inputs, num_stages)
+    return find_holders(model, example_inputs, wanted)
 
 
 _pipeline.find_holders = _find_holders

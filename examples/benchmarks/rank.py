@@ -89,8 +89,7 @@ def tensor_peak_bytes(training: Training, batch: Sequence[Tensor]) -> dict[str, 
     gc.collect()
     before_bytes = held_bytes()
     return {
-        "tensor_peak_bytes": before_bytes
-        + allocated_peak_bytes(lambda: training.step(*batch)),
+        "tensor_peak_bytes": before_bytes + allocated_peak_bytes(lambda: training.step(*batch)),
     }
 
 

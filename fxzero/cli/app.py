@@ -263,9 +263,8 @@ def inspect(
             write_trace(trace, captured, pipeline.replayed if pipeline is not None else None)
         if plan is not None:
             captured.plan(config).write(plan)
-        analysis = Analysis.of(captured, memory=memory)
         if as_json:
-            data = analysis.to_json()
+            data = Analysis.of(captured, memory=memory).to_json()
             if diff is not None:
                 data["diffs"] = tables.diffs(captured, diff)
             if code:
@@ -277,7 +276,7 @@ def inspect(
             if pipeline is not None:
                 tables.print_pipeline(console, pipeline)
             else:
-                tables.print_analysis(console, analysis)
+                tables.print_analysis(console, Analysis.of(captured, memory=memory))
         else:
             for text in tables.diffs(captured, diff) if diff is not None else []:
                 tables.print_text(console, text, "diff")

@@ -17,11 +17,15 @@ from torch import Tensor, nn
 from fxzero import _compat
 from fxzero._compat import pytree
 from fxzero.compiler.config import Config
+from fxzero.compiler.memory_budget import NO_BUDGET, MemoryBudget
+from fxzero.cost.settings import device_of
 from fxzero.errors import CaptureError, ConfigError, ShardingError
 from fxzero.inspect.capture import scalar_of
 from fxzero.inspect.pipeline import collecting_micro_steps
+from fxzero.pipeline.schedules import AUTO, places_of_stages, table_of
 from fxzero.regions.region import regions_to_look_at
-from fxzero.schedule.stages import holders_of
+from fxzero.schedule.stages import Limit, holders_of
+from fxzero.sharding.pipeline import StagesWanted
 from fxzero.sharding.precision import Precision
 from fxzero.sharding.shard import shard_alone
 from fxzero.step.train_step import TrainStep
@@ -31,8 +35,13 @@ MICRO_STEPS_PER_STAGE = 4
 as keep the idle share of 1F1B below a fifth."""
 
 
+STATES = {0: (4.0, 0.0), 1: (2.0, 2.0), 2: (1.0, 3.0), 3: (0.0, 4.0)}
+"""By ZeRO stage, of a parameter, its gradient and two moments: how many a rank has whole, and how
+many it has a part of. Gradients are parts once their bucket is reduced, at stages 2 and 3."""
+
+
 def find_holders(
-    model: nn.Module, example_inputs: Any, num_stages: int
+    model: nn.Module, example_inputs: Any, wanted: StagesWanted
 ) -> dict[str, tuple[int, ...]]:
     """By a parameter's name, the stages that hold it: such that all stages take equally long.
 
@@ -41,9 +50,11 @@ def find_holders(
             of keyword arguments.
 
     Raises:
-        ConfigError: there are fewer places to cut at than stages.
+        ConfigError: there are fewer places to cut at than stages, or none fit the budget.
         CaptureError: the forward cannot be traced as one graph.
     """
+    num_stages = len(places_of_stages(wanted.schedule, wanted.num_ranks))
+    budget = MemoryBudget.parse(wanted.memory_budget or NO_BUDGET)
     args, kwargs = _arguments(example_inputs)
     _compat.reset_dynamo()
     try:
@@ -74,7 +85,16 @@ def find_holders(
     finally:
         _compat.reset_dynamo()
     ((graph, costs),) = seen
-    found = holders_of(graph, costs, num_stages, MICRO_STEPS_PER_STAGE * num_stages)
+    micro_steps, limit = MICRO_STEPS_PER_STAGE * num_stages, None
+    if budget is not None:
+        schedule = "1f1b" if wanted.schedule == AUTO else wanted.schedule
+        whole, part = STATES[wanted.zero]
+        limit = Limit.of(
+            table_of(schedule, wanted.num_ranks, micro_steps),
+            budget.bytes_of(lambda: Config().cost.device_bytes(device_of(graph))),
+            whole + part / wanted.num_shards,
+        )
+    found = holders_of(graph, costs, num_stages, micro_steps, limit=limit)
     empty = set(range(num_stages)).difference(*found.values())
     if empty:
         raise ConfigError(

@@ -8,12 +8,15 @@ The joint graph of one micro-step is captured as always, for the ranks of one st
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from fxzero.compiler.compilation import Compilation, observers
+from fxzero.compiler.config import Config
+from fxzero.compiler.memory_budget import NO_BUDGET
 from fxzero.cost import CostModel
+from fxzero.cost.settings import device_of
 from fxzero.errors import ConfigError
 from fxzero.graph import StepGraph
 from fxzero.inspect.capture import Capture, capture
@@ -21,8 +24,8 @@ from fxzero.passes import Recompute
 from fxzero.passes.base import Context, Notes, Pass
 from fxzero.pipeline.replay import PipelineReplay, replay_table
 from fxzero.pipeline.schedules import AUTO, table_of
-from fxzero.pipeline.tables import TABLES, Action, Table, Work
-from fxzero.schedule.stages import MODEL_STATES, Stages, stages_of
+from fxzero.pipeline.tables import TABLES, Action, Table, Work, in_flight
+from fxzero.schedule.stages import MODEL_STATES, Limit, Stages, stages_of
 
 
 @dataclass(frozen=True)
@@ -99,26 +102,41 @@ class MicroStep:
     """Of the whole step."""
     graph: StepGraph
     costs: CostModel
+    budget_bytes: int | None = None
+    """What a rank may hold."""
 
 
-def micro_step_of(build: Callable[[], Any], *, micro_batches: int, **settings: Any) -> MicroStep:
+def micro_step_of(
+    build: Callable[[], Any],
+    *,
+    micro_batches: int,
+    options: Mapping[str, Any] | Config | None = None,
+    **settings: Any,
+) -> MicroStep:
     """Capture a step, and keep the graph of one of its micro-steps.
 
     Args:
+        options: the backend's. Their `memory_budget` is each rank's of the pipeline, which has a
+            part of the step alone: stages are cut within it, and the step is not fitted into it.
         settings: further ones of `capture`; ``world_size`` is how many ranks share each stage.
 
     Raises:
         ConfigError: the forward is several graphs.
     """
+    config = Config.from_options({} if options is None else options)
+    whole = replace(config, memory_budget=NO_BUDGET)
     with collecting_micro_steps() as seen:
-        captured = capture(build, step=True, micro_batches=micro_batches, **settings)
+        captured = capture(build, step=True, micro_batches=micro_batches, options=whole, **settings)
     if len(seen) != 1:
         raise ConfigError(
             f"the step is {len(seen)} graphs, and a pipeline is cut out of one. "
             "fxzero inspect without --mesh shows what breaks it."
         )
     ((graph, costs),) = seen
-    return MicroStep(captured, graph, costs)
+    budget_bytes = None
+    if config.budget is not None:
+        budget_bytes = config.budget.bytes_of(lambda: config.cost.device_bytes(device_of(graph)))
+    return MicroStep(captured, graph, costs, budget_bytes)
 
 
 def under(
@@ -150,21 +168,12 @@ def as_pipeline(micro_step: MicroStep, table: Table) -> PipelineReport:
         ConfigError: more stages than places to cut at.
     """
     costs = micro_step.costs
-    found = stages_of(micro_step.graph, costs, table.num_stages, table.num_micro_steps)
+    limit = None
+    if micro_step.budget_bytes is not None:
+        limit = Limit.of(table, micro_step.budget_bytes)
+    found = stages_of(micro_step.graph, costs, table.num_stages, table.num_micro_steps, limit=limit)
     replayed = replay_table(table, _action_us(found, table), _transfer_us(found))
-    return _report(table, found, replayed, _in_flight(table), costs.name)
-
-
-def _in_flight(table: Table) -> list[int]:
-    """By stage, the most micro-steps whose forward has begun and whose backward has not ended."""
-    last = Work.WEIGHT_GRADIENTS if table.splits_backward else Work.BACKWARD
-    most = [0] * table.num_stages
-    for row in table.ranks:
-        now = [0] * table.num_stages
-        for action in row:
-            now[action.stage] += (action.work is Work.FORWARD) - (action.work is last)
-            most[action.stage] = max(most[action.stage], now[action.stage])
-    return most
+    return _report(table, found, replayed, in_flight(table), costs.name)
 
 
 def _action_us(found: Stages, table: Table) -> Callable[[Action], float]:

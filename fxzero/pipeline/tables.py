@@ -262,3 +262,15 @@ class _Turns:
             sum(self.done[stage, work] for stage in self.stages[rank]) for work in (_F, _I, _W)
         )
         return forwards - inputs < self.begun[rank] and forwards - weights < self.unended
+
+
+def in_flight(table: Table) -> list[int]:
+    """By stage, the most micro-steps whose forward has begun and whose backward has not ended."""
+    last = Work.WEIGHT_GRADIENTS if table.splits_backward else Work.BACKWARD
+    most = [0] * table.num_stages
+    for row in table.ranks:
+        now = [0] * table.num_stages
+        for action in row:
+            now[action.stage] += (action.work is Work.FORWARD) - (action.work is last)
+            most[action.stage] = max(most[action.stage], now[action.stage])
+    return most

@@ -169,7 +169,7 @@ def join_sum(flight: InFlight, size: int) -> list[Tensor]:
 def _taken_from(total: Tensor) -> Tensor:
     """A tensor's memory as another one; it has none itself from then on, whoever still holds it."""
     taken = total.detach()
-    total.set_()
+    total.set_()  # type: ignore[call-overload]
     return taken
 
 

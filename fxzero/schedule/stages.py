@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -26,6 +26,7 @@ from fxzero.graph import Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view, root
 from fxzero.graph.operators import is_random, num_bytes
 from fxzero.graph.stamps import stamp_of
+from fxzero.pipeline.tables import Table, in_flight
 from fxzero.schedule.stage_cuts import Positions, best_cuts
 from fxzero.transfer import Transfer, TransferKind
 
@@ -33,6 +34,27 @@ MOST_POSITIONS = 400
 """Of more places to cut at, those where least crosses, one in each stretch of equal time."""
 MODEL_STATES = 4
 """A parameter, its gradient and two moments: what training with AdamW holds, in parameters."""
+
+
+_KEPT = (1.0, 0.5, 0.25, 0.0)
+"""Shares of what a stage saves that are tried to be kept within a budget."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a stage may hold: model states, and what micro-steps in flight have saved."""
+
+    budget_bytes: float
+    in_flight: tuple[int, ...]
+    """By stage, of how many micro-steps it keeps what is saved."""
+    states: float = MODEL_STATES
+    """What training holds of a parameter, in parameters."""
+
+    @staticmethod
+    def of(table: Table, rank_bytes: float, states: float = MODEL_STATES) -> Limit:
+        """What a stage may hold if a rank may hold so many bytes: its stages have equal parts."""
+        each = table.num_stages // table.num_ranks
+        return Limit(rank_bytes / each, tuple(in_flight(table)), states)
 
 
 @dataclass
@@ -244,23 +266,19 @@ def stages_of(
     num_stages: int,
     num_micro_steps: int,
     *,
-    budget_bytes: float = float("inf"),
-    in_flight: Sequence[int] = (),
+    limit: Limit | None = None,
 ) -> Stages:
     """Cut a micro-step into stages, for the least time of all micro-steps.
 
     Args:
         graph: stamped, with all layers in it.
-        budget_bytes: of a stage: `MODEL_STATES` parameters, and what it saves.
-        in_flight: by stage, of how many micro-steps it keeps what is saved.
+        limit: what a stage may hold.
 
     Raises:
         ConfigError: there are more stages than places to cut at, or none fit the budget.
     """
     order = _Order(Operators(graph, costs))
-    borders, us = _borders(
-        order, num_stages, num_micro_steps, budget_bytes=budget_bytes, in_flight=in_flight
-    )
+    borders, us = _borders(order, num_stages, num_micro_steps, limit)
     stages = [order.stage(first, until) for first, until in pairwise(borders)]
     crossings = [order.crossing(at) for at in borders[1:-1]]
     holders = _holders(order, borders)
@@ -269,15 +287,20 @@ def stages_of(
 
 
 def holders_of(
-    graph: StepGraph, costs: CostModel, num_stages: int, num_micro_steps: int
+    graph: StepGraph,
+    costs: CostModel,
+    num_stages: int,
+    num_micro_steps: int,
+    *,
+    limit: Limit | None = None,
 ) -> dict[str, tuple[int, ...]]:
     """By name of a parameter, the stages that read it if a micro-step is cut for the least time.
 
     Raises:
-        ConfigError: there are more stages than places to cut at.
+        ConfigError: there are more stages than places to cut at, or none fit the budget.
     """
     order = _Order(Operators(graph, costs))
-    borders, _ = _borders(order, num_stages, num_micro_steps)
+    borders, _ = _borders(order, num_stages, num_micro_steps, limit)
     return _holders(order, borders)
 
 
@@ -291,34 +314,36 @@ def _holders(order: _Order, borders: Sequence[int]) -> dict[str, tuple[int, ...]
 
 
 def _borders(
-    order: _Order,
-    num_stages: int,
-    num_micro_steps: int,
-    *,
-    budget_bytes: float = float("inf"),
-    in_flight: Sequence[int] = (),
+    order: _Order, num_stages: int, num_micro_steps: int, limit: Limit | None
 ) -> tuple[list[int], float]:
-    """Before which operators stages begin, the end among them, and what all micro-steps take."""
-    positions, ends = order.positions()
-    cuts = best_cuts(
-        positions,
-        num_stages,
-        num_micro_steps,
-        budget_bytes=budget_bytes,
-        in_flight=in_flight,
-    )
-    if cuts is None:
-        if budget_bytes < float("inf"):
-            raise ConfigError(
-                f"no {num_stages} stages of this graph hold {budget_bytes:.0f} bytes or less each, "
-                f"with {list(in_flight) or 1} micro-steps in flight. Allow more, or take more "
-                "stages."
-            )
+    """Before which operators stages begin, the end among them, and what all micro-steps take.
+
+    What is saved may be repeated instead: where no stages have room for all of it, they are cut
+    with room for a part.
+    """
+    positions, ends = order.positions(MODEL_STATES if limit is None else limit.states)
+    for kept in (1.0,) if limit is None else _KEPT:
+        cuts = best_cuts(
+            replace(positions, saved_bytes=kept * positions.saved_bytes),
+            num_stages,
+            num_micro_steps,
+            budget_bytes=float("inf") if limit is None else limit.budget_bytes,
+            in_flight=() if limit is None else limit.in_flight,
+        )
+        if cuts is not None:
+            return [0, *(ends[p] for p in cuts.positions), len(order.own)], cuts.us
+    if len(ends) < num_stages + 1 or limit is None:
         raise ConfigError(
             f"{num_stages} stages: the graph has {len(order.own)} operators in its forward, "
             f"and {max(len(ends) - 2, 0)} places to cut at. Take fewer stages."
         )
-    return [0, *(ends[p] for p in cuts.positions), len(order.own)], cuts.us
+    raise ConfigError(
+        f"no {num_stages} stages of this graph hold {limit.budget_bytes:.0f} bytes or less each: "
+        f"parameters, their gradients and AdamW's moments take {positions.state_bytes[-1]:.0f} "
+        "bytes of all of them, and a parameter that is read in two places is in one stage or in "
+        "both. Allow more, shard them within the stages (zero=3, mesh axis 'shard'), or take more "
+        "stages."
+    )
 
 
 class _Order:
@@ -330,8 +355,12 @@ class _Order:
         self.last = operators.last_read()
         self.saved = operators.saved()
 
-    def positions(self) -> tuple[Positions, list[int]]:
-        """Where cuts can be, and by position how many operators are in front of it."""
+    def positions(self, states: float) -> tuple[Positions, list[int]]:
+        """Where cuts can be, and by position how many operators are in front of it.
+
+        Args:
+            states: what training holds of a parameter, in parameters.
+        """
         count = len(self.own)
         crossing = np.zeros(count + 1)
         for value, last in self.last.items():
@@ -341,11 +370,11 @@ class _Order:
             crossing[made + 1 : last + 1] += own
         us = np.concatenate([[0.0], np.cumsum([_us(op) for op in self.own])])
         ends = self._candidates(crossing, us)
-        states = self._parameter_bytes(ends)
+        held = states * self._parameter_bytes(ends)
         saved = np.concatenate([[0.0], np.cumsum([self.saved.get(op.node, 0) for op in self.own])])
         cut_us = [self._travel_us(crossing[end]) if 0 < end < count else 0.0 for end in ends]
         nested = np.triu(np.ones((len(ends), len(ends)), dtype=np.bool_), 1)
-        return Positions(us[ends], np.array(cut_us), states, saved[ends], nested), ends
+        return Positions(us[ends], np.array(cut_us), held, saved[ends], nested), ends
 
     def _candidates(self, crossing: np.ndarray, us: np.ndarray) -> list[int]:
         """All places where time has passed, of each stretch of time the one where least crosses."""
@@ -376,7 +405,7 @@ class _Order:
         for op in self.own:
             new = op.params - seen
             seen |= new
-            sums.append(sums[-1] + MODEL_STATES * sum(map(self._bytes_of, new)))
+            sums.append(sums[-1] + sum(map(self._bytes_of, new)))
         return np.array(sums)[list(ends)]
 
     def _bytes_of(self, key: str) -> int:

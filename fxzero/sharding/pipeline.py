@@ -38,9 +38,25 @@ Holders = Mapping[str, tuple[int, ...]]
 """By a parameter's name, the stages that hold it, first one first."""
 StagesByModule = Mapping[str, int | Sequence[int]]
 """By the path of a module, its stage, or the stages that each hold its parameters."""
-find_holders: Callable[[nn.Module, Any, int], dict[str, tuple[int, ...]]] | None = None
-"""What finds them from example inputs, for so many stages: it captures a step, by rooms above this
-one, which `fxzero` has put here."""
+
+
+@dataclass(frozen=True)
+class StagesWanted:
+    """What stages are to be found for."""
+
+    schedule: str
+    num_ranks: int
+    """Along the axis ``pipeline``."""
+    zero: int
+    num_shards: int
+    """Ranks over which a stage's parameters are sharded."""
+    memory_budget: str | None
+    """What a rank may hold, if that is bounded."""
+
+
+find_holders: Callable[[nn.Module, Any, StagesWanted], dict[str, tuple[int, ...]]] | None = None
+"""What finds them from example inputs: it captures a step, by rooms above this one, which `fxzero`
+has put here."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -96,6 +96,7 @@ def shard(
     stages: StagesByModule | None = None,
     example_inputs: Any = None,
     schedule: str = "1f1b",
+    memory_budget: str | int | None = None,
 ) -> nn.Module:
     """Shard a model's parameters for ZeRO training, in place.
 
@@ -139,6 +140,11 @@ def shard(
             (two), a CSV file, or ``auto``: of those with one stage each the one that ends first. It
             is the one that `compile_step` runs, unless it is told another
             one with the same stages on each rank.
+        memory_budget: of a pipeline with `example_inputs`, what a rank may hold, as in
+            `compile_step`'s options: stages are then cut such that parameters, gradients, AdamW's
+            state and what micro-steps in flight save have room, or, where that is too much, a part
+            of what is saved, the rest of which a step within a budget repeats. The step is told
+            its budget itself.
 
     Returns:
         The same module. In a single process nothing is split and nothing communicates.
@@ -163,10 +169,14 @@ def shard(
         ignored,
         broadcast_buffers,
         schedule,
+        memory_budget,
     )
     device_type = _device_type(model, mesh, offload)
     mesh = resolve_mesh(mesh, device_type, from_host=offload)
-    holders, pipeline = _holders(model, mesh, stages, example_inputs, schedule), None
+    holders: Holders = {}
+    pipeline = None
+    if mesh is not None and has_pipeline(mesh):
+        holders = _holders(model, mesh, stages, example_inputs, schedule, zero, memory_budget)
     if mesh is not None:
         if offload:
             refuse_without_host_group(mesh)
@@ -317,6 +327,7 @@ def _check_pipeline(
     ignored: Collection[nn.Parameter],
     broadcast_buffers: bool,
     schedule: str,
+    memory_budget: str | int | None,
 ) -> None:
     """Refuse a pipeline that cannot be, and settings of one where there is none."""
     if mesh is None or not has_pipeline(mesh):
@@ -324,6 +335,7 @@ def _check_pipeline(
             "stages": stages is not None,
             "example_inputs": example_inputs is not None,
             "schedule": schedule != "1f1b",
+            "memory_budget": memory_budget is not None,
         }
         given = [name for name, is_asked in asked.items() if is_asked]
         if given:
@@ -339,6 +351,11 @@ def _check_pipeline(
             "a mesh with an axis 'pipeline' needs stages: pass example_inputs=, by which they are "
             "found, or stages={'h.0': 0, …}, and not both."
         )
+    if stages is not None and memory_budget is not None:
+        raise ShardingError(
+            "memory_budget= is for stages that are found from example_inputs=; stages= says them. "
+            "Leave out one. A step's own budget is one of compile_step's options."
+        )
     others = {
         "offload=True": offload,
         "gather_group=True": gather_group,
@@ -352,19 +369,27 @@ def _check_pipeline(
 
 def _holders(
     model: nn.Module,
-    mesh: DeviceMesh | None,
+    mesh: DeviceMesh,
     stages: StagesByModule | None,
     example_inputs: Any,
     schedule: str,
+    zero: int,
+    memory_budget: str | int | None,
 ) -> Holders:
-    """The stages that hold each parameter; nothing without a pipeline."""
-    if mesh is None or not has_pipeline(mesh):
-        return {}
+    """The stages that hold each parameter."""
     places = places_of_stages(schedule, mesh.size(0))
     if stages is not None:
         return holders_by_name(model, stages, places, schedule)
     assert pipeline_rooms.find_holders is not None, "`fxzero` says what finds them"
-    return pipeline_rooms.find_holders(model, example_inputs, len(places))
+    names = mesh.mesh_dim_names or ()
+    wanted = pipeline_rooms.StagesWanted(
+        schedule,
+        mesh.size(0),
+        zero,
+        mesh.size(names.index("shard")) if "shard" in names else 1,
+        None if memory_budget is None else str(memory_budget),
+    )
+    return pipeline_rooms.find_holders(model, example_inputs, wanted)
 
 
 def _compare_ranks(model: nn.Module, mesh: DeviceMesh, settings: Mapping[str, object]) -> None:

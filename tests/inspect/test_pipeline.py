@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from typer.testing import CliRunner
 from examples.models import gpt_bench, gpt_nano
 from fxzero.cli.app import app
 from fxzero.errors import ConfigError
+from fxzero.inspect.find_stages import find_holders
 from fxzero.inspect.pipeline import MicroStep, PipelineReport, as_pipeline, micro_step_of, under
 from fxzero.inspect.trace import pipeline_trace
 from fxzero.pipeline.schedules import table_of
 from fxzero.pipeline.tables import TABLES
+from fxzero.sharding.pipeline import StagesWanted
 from tests.tiers import exhaustive
 
 OPTIONS = {"lower_regions": {"backend": "eager"}, "cost": {"cluster": "dgx_h100"}}
@@ -153,6 +156,46 @@ def test_fewer_in_flight_hold_less() -> None:
     assert late.in_flight == (4, 4, 4, 4)
     assert early.peak_bytes[0] == late.peak_bytes[0]
     assert early.peak_bytes[3] < late.peak_bytes[3]
+
+
+def test_stages_within_a_budget() -> None:
+    """The first of four has four micro-steps in flight: it is given less of the model."""
+    step = micro_step(gpt, 1)
+    table = table_of("1f1b", 4, 16)
+    free = as_pipeline(step, table)
+    budget_bytes = int(0.9 * max(free.peak_bytes))
+    bound = as_pipeline(replace(step, budget_bytes=budget_bytes), table)
+    assert max(bound.peak_bytes) <= budget_bytes
+    assert bound.found.stages[0].num_operators < free.found.stages[0].num_operators
+    assert bound.step_us > free.step_us
+
+
+def test_what_is_saved_may_be_repeated_instead() -> None:
+    """A budget with room for what training holds, and for little else, is kept by a step that
+    repeats; one with less is not."""
+    step = micro_step(gpt, 1)
+    table = table_of("1f1b", 4, 16)
+    states = [4 * stage.parameter_bytes for stage in as_pipeline(step, table).found.stages]
+    tight = as_pipeline(replace(step, budget_bytes=max(states)), table)
+    assert max(4 * stage.parameter_bytes for stage in tight.found.stages) <= max(states)
+    with pytest.raises(ConfigError, match=r"no 4 stages .* bytes or less each: .* take more"):
+        as_pipeline(replace(step, budget_bytes=max(states) // 4), table)
+
+
+@pytest.mark.parametrize(("zero", "shards"), [(0, 1), (3, 4)])
+def test_a_model_is_sharded_within_a_budget(zero: int, shards: int) -> None:
+    """Stages of equal time would not fit; where each is sharded they do."""
+    model = gpt_bench(num_layers=4, hidden=64, num_heads=4, block_size=32)
+    batch = model.example_inputs(2)
+    free = find_holders(model, batch, StagesWanted("1f1b", 2, zero, shards, None))
+    saved = find_holders(model, batch, StagesWanted("1f1b", 2, zero, shards, "2.2MiB"))
+    counts = [
+        sum(p.numel() for name, p in model.named_parameters() if 0 in held[name])
+        for held in (free, saved)
+    ]
+    assert (counts[0] == counts[1]) == (zero == 3), counts
+    with pytest.raises(ConfigError, match="no 2 stages"):
+        find_holders(model, batch, StagesWanted("1f1b", 2, 0, 1, "300KiB"))
 
 
 def test_shards_of_a_stage() -> None:

@@ -569,6 +569,8 @@ def refused(kind: str) -> str:
             fxzero.shard(model, mesh=flat, example_inputs=case.batch(0, 1))
         elif kind == "own buffers":
             fxzero.shard(model, mesh=mesh, stages=stages, broadcast_buffers=False)
+        elif kind == "budget":
+            fxzero.shard(model, mesh=mesh, stages=stages, memory_budget="1GiB")
         elif kind == "one memory":
             model.h[1].norm.bias = nn.Parameter(model.h[0].norm.bias.data)  # type: ignore[union-attr,index]
             fxzero.shard(model, mesh=mesh, stages=stages)
@@ -625,6 +627,7 @@ def _message(call: Callable[[], object]) -> str:
         ("backwards", "Stages follow each other in the order of the forward"),
         ("eager", "call fxzero.compile_step"),
         ("loop", "fxzero.compile_step"),
+        ("budget", "memory_budget= is for stages that are found from example_inputs="),
         ("graph", "cuda_graph=True and a model in stages"),
         ("other places", "Shard with schedule='zbv'"),
         ("checkpoint", "options={'recompute': {'policy': 'full'}}"),
