@@ -214,3 +214,11 @@ def gpt_bench(**overrides: Any) -> GPT:
     """19 million parameters without dropout: the model that the benchmarks time."""
     config = GPTConfig(num_layers=6, num_heads=8, hidden=512, vocab_size=1024, block_size=256)
     return GPT(replace(config, **overrides))
+
+
+def gpt_1t(**overrides: Any) -> GPT:
+    """1.01 trillion parameters, to be looked at (Narayanan et al. 2021, table 1)."""
+    config = GPTConfig(
+        num_layers=128, num_heads=160, hidden=25600, vocab_size=51200, block_size=2048
+    )
+    return GPT(replace(config, **overrides))

@@ -183,7 +183,7 @@ class OrderMicroBatches(Pass):
         refuse_other_orders(graph, table)
         ordering = _Ordering(graph, table)
         ordering.run()
-        graph.row = table.ranks[pipeline.place]
+        graph.table = table
         rows = "\n".join(" ".join(map(str, row)) for row in table.ranks)
         digest = digest_of(f"{graph.in_common}\n{rows}")
         graph.in_common = digest.hex()

@@ -4,8 +4,9 @@
     sent_done = sent(sent)                          arrived = received(arriving); y = arrived[0]
 
 A value is sent behind the stage's forward, a gradient behind its backward. `verify` sees that each
-launch does what its record says; that both sides mean the same tensors, and run one schedule, is in
-a digest that the ranks compare.
+launch does what its record says, and that those over one link stand in the order in which the
+schedule's sender gives them, on both sides: some transports match them by nothing else. That both
+sides mean the same tensors, and run one schedule, is in a digest that the ranks compare.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import fx
 
 from fxzero.graph.belongings import Finding
 from fxzero.graph.stamps import Role, stamp_of
-from fxzero.graph.step_graph import StepGraph
+from fxzero.graph.step_graph import StepGraph, segment_of
+from fxzero.pipeline.messages import sender_of
 from fxzero.transfer import Form, TransferKind
 
 KIND = "fxzero_kind"
@@ -65,3 +67,30 @@ def wrong_messages(graph: StepGraph) -> Iterator[Finding]:
                 f"{launch.name} sends tensors in other forms than they have",
                 "Emit messages by fxzero.passes.stage_messages.",
             )
+
+
+def messages_out_of_order(graph: StepGraph) -> Iterator[Finding]:
+    """Messages over one link in another order than that in which they are sent."""
+    if graph.table is None:
+        return
+    sent_at = {action: i for row in graph.table.ranks for i, action in enumerate(row)}
+    action_of = {segment_of(action): action for action in sent_at}
+    last: dict[tuple[TransferKind, str], tuple[int, fx.Node]] = {}
+    for launch in graph.nodes(role=Role.LAUNCH):
+        record = stamp_of(launch).transfer
+        if record is None or record.kind not in _MESSAGES:
+            continue
+        action = action_of[stamp_of(launch).segment]
+        sender = action if record.kind is TransferKind.SEND else sender_of(action)
+        at = sent_at[sender]
+        link = record.kind, record.group
+        before, other = last.get(link, (-1, launch))
+        if at <= before:
+            yield Finding(
+                launch,
+                f"{launch.name}, of {sender}, is launched behind {other.name} over the link "
+                f"{record.group}, and its sender gives it before: the two would take each other's "
+                "tensors",
+                "Launch messages in the order of fxzero.passes.order_micro_batches.",
+            )
+        last[link] = at, launch

@@ -24,7 +24,7 @@ from fxzero.graph.left_out import LeftOut
 from fxzero.graph.node_text import node_line
 from fxzero.graph.pieces import Pieces, called
 from fxzero.graph.stamps import STAMP, Lane, Phase, Role, Segment, Stamp, set_stamp, stamp_of
-from fxzero.pipeline.tables import Action, Work
+from fxzero.pipeline.tables import Action, Table, Work
 from fxzero.sharding.params import ParamSpec
 from fxzero.sharding.pipeline import Pipeline
 from fxzero.transfer import Transfer, TransferKind
@@ -148,8 +148,8 @@ class StepGraph:
         """How many micro-steps the fourth of five stands for: see `fxzero.graph.steady`."""
         self.pipeline: Pipeline | None = None
         """The pipeline of whose stages it holds some."""
-        self.row: tuple[Action, ...] = ()
-        """Of a pipeline, what this rank does, in order."""
+        self.table: Table | None = None
+        """Of a pipeline, what its ranks do, once micro-steps are ordered by it."""
         self.in_common = ""
         """Of a pipeline, a digest of what its stages must see alike: what travels between them."""
         self.blocks: dict[str, tuple[str, ...]] = {}
@@ -205,6 +205,13 @@ class StepGraph:
                 if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
                     return tensor.device
         return torch.device("cpu")
+
+    @property
+    def row(self) -> tuple[Action, ...]:
+        """Of a pipeline, what this rank does, in order, once micro-steps are ordered."""
+        if self.table is None or self.pipeline is None:
+            return ()
+        return self.table.ranks[self.pipeline.place]
 
     @property
     def identity(self) -> str:
@@ -355,7 +362,7 @@ class StepGraph:
         )
         other.pieces = self.pieces
         other.steady_runs = self.steady_runs
-        other.pipeline, other.row, other.in_common = self.pipeline, self.row, self.in_common
+        other.pipeline, other.table, other.in_common = self.pipeline, self.table, self.in_common
         other.blocks = dict(self.blocks)
         other.left_out = [chain.moved(copies) for chain in self.left_out]
         for name in ("scale", "norm", "skip"):

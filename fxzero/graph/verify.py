@@ -53,7 +53,7 @@ from fxzero.graph.belongings import (
 from fxzero.graph.blocks import block_of, shards_side_by_side, wrong_blocks, wrong_columns
 from fxzero.graph.constants import mismatch
 from fxzero.graph.lanes import wrong_lanes
-from fxzero.graph.messages import wrong_messages
+from fxzero.graph.messages import messages_out_of_order, wrong_messages
 from fxzero.graph.node_text import node_line, source_line
 from fxzero.graph.operators import is_random
 from fxzero.graph.slabs import wrong_slabs
@@ -86,6 +86,7 @@ def verify(graph: StepGraph, facts: Iterable[str], *, after: str) -> None:
         check_waits(graph, after)
         _none_of(graph, after, wrong_parts(graph))
         _none_of(graph, after, wrong_messages(graph))
+        _none_of(graph, after, messages_out_of_order(graph))
         if "cut" not in known:
             _none_of(graph, after, wrong_calls(graph))
     if known & {"gathered", "reduced", "cut"}:

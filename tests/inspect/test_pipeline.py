@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -281,3 +285,23 @@ def test_wrong_use_of_the_command(arguments: str, message: str) -> None:
 def test_gpt_nano_has_the_parameters_that_are_said() -> None:
     """Of the command's test."""
     assert sum(p.numel() for p in gpt_nano().parameters()) == 842_496
+
+
+@pytest.mark.exhaustive
+def test_a_trillion_parameters_on_a_thousand_ranks() -> None:
+    """Decided and simulated in one process, in less than three minutes and six GiB."""
+    arguments = "--step --micro-batches 64 --batch-size 64 --mesh 16x64 --cluster dgx_h100"
+    command = ["inspect", "examples.models:gpt_1t", *arguments.split(), "--json"]
+    begin_s = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fxzero", *command], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    data = json.loads(process.stdout.read())["pipeline"]
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0
+    assert time.perf_counter() - begin_s < 180
+    assert usage.ru_maxrss * 1024 < 6 << 30
+    assert (data["num_ranks"], len(data["found"]["stages"])) == (16, 16)
+    assert data["imbalance"] < 1.1
+    assert sum(stage["num_parameters"] for stage in data["found"]["stages"]) > 1e12

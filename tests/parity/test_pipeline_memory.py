@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -204,3 +205,65 @@ def test_what_stages_hold_elsewhere(world: int, case: Case, ranks: Pools) -> Non
     """Copies of several micro-steps are on the host at once."""
     moved = ranks(world).run(held_elsewhere, case)
     assert {*range(case.micro_batches)} <= {step for rank in moved for step in rank}
+
+
+class Inside(nn.Module):
+    """The activations of one layer overflow where its input is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.h[:3]:
+            x = torch.tanh(layer(x))
+        return (self.h[3](x) * 4.0).pow(2).mean()
+
+
+def half_precision(options: Mapping[str, Any]) -> list[float]:
+    """Job: eight steps in fp16 in stages, as they would be in one process; the scales."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Inside()
+    alone = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pipeline",))
+    fxzero.shard(model, mesh=mesh, stages={f"h.{i}": i // 2 for i in range(4)})
+    precision = fxzero.Precision(torch.float16, torch.float32, hysteresis=1, initial_scale_power=19)
+    scales = []
+    steps = []
+    for each, more in ((model, options), (alone, {})):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2, fused=True)
+        steps.append(
+            fxzero.compile_step(
+                each,
+                optimizer,
+                micro_batches=4,
+                clip_grad_norm=0.1,
+                precision=precision,
+                options={**EAGER, **more},
+            )
+        )
+    for number in range(8):
+        batch = torch.randn(16, 16, generator=torch.Generator().manual_seed(number))
+        mine, theirs = (step(batch) for step in steps)
+        assert mine.skipped == theirs.skipped
+        assert torch.equal(mine.loss, theirs.loss)
+        assert [step.loss_scale.value for step in steps].count(steps[0].loss_scale.value) == 2
+        scales.append(steps[0].loss_scale.value)
+        for (name, own), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+            part, whole = (getattr(t, "_local_tensor", t) for t in (own, other))
+            if part.numel():
+                assert torch.allclose(part, whole, rtol=1e-5, atol=1e-6), name
+    return scales
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": "all_host"}])
+@pytest.mark.parametrize("world", [2])
+def test_what_overflows_in_one_stage_is_skipped_by_all(
+    world: int, options: Mapping[str, Any], ranks: Pools
+) -> None:
+    """Gradients that do not fit fp16 under the first scales; then they do, and are clipped."""
+    scales, others = ranks(world).run(half_precision, options)
+    assert scales == others
+    assert scales[-1] < scales[0] < 2.0**19
+    assert scales[-1] == scales[-2]

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from fxzero.errors import VerificationError
 from fxzero.graph import Phase, Role
-from fxzero.graph.stamps import Segment, stamp_of
+from fxzero.graph.stamps import Segment, set_stamp, stamp_of
 from fxzero.graph.step_graph import StepGraph, segment_of
+from fxzero.graph.verify import verify
+from fxzero.passes.base import Fact
 from fxzero.pipeline.tables import TABLES
 from fxzero.transfer import TransferKind
 from tests.passes.pipelined import scheduled
@@ -81,3 +84,18 @@ def test_what_is_repeated_is_part_of_the_half_that_reads_it() -> None:
     for node in repeated:
         halves = {stamp_of(user).half for user in node.users}
         assert stamp_of(node).half == min(halves)
+
+
+@pytest.mark.parametrize("kind", [TransferKind.SEND, TransferKind.RECEIVE])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_messages_in_another_order_are_found(schedule: str, kind: TransferKind) -> None:
+    """A rank that asks for them so would take what another micro-step sends."""
+    graph = scheduled(1, schedule=schedule)
+    verify(graph, [Fact.STAMPED], after="test")
+    mine = [t for t in graph.transfers() if t.record.kind is kind]
+    first, second = [t for t in mine if t.record.group == mine[0].record.group][:2]
+    one, other = stamp_of(first.launch), stamp_of(second.launch)
+    set_stamp(first.launch, one.but(micro_step=other.micro_step))
+    set_stamp(second.launch, other.but(micro_step=one.micro_step))
+    with pytest.raises(VerificationError, match="would take each other's tensors"):
+        verify(graph, [Fact.STAMPED], after="test")

@@ -36,4 +36,26 @@ FAULTS = (
         "return True",
         "tests/step/test_sums_in_place.py::test_sums",
     ),
+    Fault(
+        "saved values of micro-steps in flight lie in one place on the host",
+        "passes/offload_activations.py",
+        "        offsets = places(values)\n",
+        "        offsets = {v.node: 0 for v in values}\n",
+        "tests/passes/test_offload_activations.py::"
+        "test_values_of_micro_steps_in_flight_have_places_of_their_own",
+    ),
+    Fault(
+        "places of a pipeline decide as one",
+        "fxzero/graph/step_graph.py",
+        'place = "" if self.pipeline is None else f" at {self.pipeline.place}"',
+        'place = ""',
+        "tests/parity/test_pipeline_memory.py::test_a_stage_that_does_not_fit_stops_all",
+    ),
+    Fault(
+        "the handles of joined sums keep their memory",
+        "fxzero/runtime/collectives.py",
+        "    total.set_()  # type: ignore[call-overload]\n",
+        "",
+        "tests/runtime/test_collectives.py::test_a_joined_sum_is_nobody_elses",
+    ),
 )
