@@ -22,7 +22,7 @@ from fxzero.cost.settings import device_of
 from fxzero.errors import CaptureError, ConfigError, ShardingError
 from fxzero.inspect.capture import scalar_of
 from fxzero.inspect.pipeline import collecting_micro_steps
-from fxzero.pipeline.schedules import AUTO, places_of_stages, table_of
+from fxzero.pipeline.schedules import example_table, places_of_stages
 from fxzero.regions.region import regions_to_look_at
 from fxzero.schedule.stages import Limit, holders_of
 from fxzero.sharding.pipeline import StagesWanted
@@ -87,10 +87,9 @@ def find_holders(
     ((graph, costs),) = seen
     micro_steps, limit = MICRO_STEPS_PER_STAGE * num_stages, None
     if budget is not None:
-        schedule = "1f1b" if wanted.schedule == AUTO else wanted.schedule
         whole, part = STATES[wanted.zero]
         limit = Limit.of(
-            table_of(schedule, wanted.num_ranks, micro_steps),
+            example_table(wanted.schedule, wanted.num_ranks, micro_steps),
             budget.bytes_of(lambda: Config().cost.device_bytes(device_of(graph))),
             whole + part / wanted.num_shards,
         )

@@ -60,8 +60,7 @@ def table_of(schedule: str, num_ranks: int, num_micro_batches: int) -> Table:
 
 def splits_backward(schedule: str, num_ranks: int) -> bool:
     """Whether a schedule runs the two halves of a backward apart; not for ``auto``."""
-    table = TABLES[schedule](num_ranks, num_ranks) if schedule in TABLES else _from_file(schedule)
-    return table.splits_backward
+    return example_table(schedule, num_ranks, num_ranks).splits_backward
 
 
 def places_of_stages(schedule: str, num_ranks: int) -> tuple[int, ...]:
@@ -70,14 +69,22 @@ def places_of_stages(schedule: str, num_ranks: int) -> tuple[int, ...]:
     Raises:
         ConfigError: there is no schedule of that name, or it is for another number of ranks.
     """
-    schedule = _FIRST if schedule == AUTO else schedule
-    table = TABLES[schedule](num_ranks, num_ranks) if schedule in TABLES else _from_file(schedule)
+    table = example_table(schedule, num_ranks, num_ranks)
     if table.num_ranks != num_ranks:
         raise ConfigError(
             f"schedule={schedule!r} is for {table.num_ranks} ranks, and the mesh has {num_ranks} "
             "along 'pipeline'"
         )
     return tuple(table.rank_of[stage] for stage in range(table.num_stages))
+
+
+def example_table(schedule: str, num_ranks: int, num_micro_batches: int) -> Table:
+    """A table of a schedule, for somebody who does not run it: where stages lie, and how many
+    micro-steps are in flight. A file's is for its own number of them."""
+    schedule = _FIRST if schedule == AUTO else schedule
+    if schedule in TABLES:
+        return TABLES[schedule](num_ranks, num_micro_batches)
+    return _from_file(schedule)
 
 
 def _from_file(schedule: str) -> Table:

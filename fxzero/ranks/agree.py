@@ -149,19 +149,15 @@ def _words(digest: bytes) -> Tensor:
     return torch.frombuffer(bytearray(digest), dtype=torch.int64)
 
 
-def begin(account: Account, *, at_once: bool = False) -> None:
-    """Announce a graph that is about to run. What it launches from now on carries its tag.
-
-    Args:
-        at_once: compare before anything is launched, which costs a message's time.
-    """
+def begin(account: Account) -> None:
+    """Announce a graph that is about to run. What it launches from now on carries its tag."""
     if now.announcement is not None:  # a graph that launched, and waited for nothing
         settle()
     now.num_runs += 1
     now.account = account
     now.tag = account.tag
     now.announcement = _Announcement(account)
-    if at_once or account.at_once:
+    if account.at_once:
         settle()
 
 

@@ -58,7 +58,9 @@ def account_of(graph: StepGraph) -> Account | None:
         bytes.fromhex(collectives_digest(graph)),
         groups,
         _about(graph),
-        at_once=any(map(_is_untagged, launches)),
+        # A stage that gives up must leave no message behind: the next try's have the same tags.
+        # All ranks of a pipeline have met at the end of the step before, so that this is soon.
+        at_once=bool(stages) or any(map(_is_untagged, launches)),
         stages=stages,
         in_common=bytes.fromhex(graph.in_common) if stages else b"",
     )

@@ -80,7 +80,6 @@ def executable(
     account = account_of(graph)
     has_lanes = any(transfer.is_copy for transfer in graph.transfers())
     device = graph.device
-    has_run = False
 
     def call(inputs: list[Any]) -> Any:
         check_returned_copies()
@@ -105,11 +104,8 @@ def executable(
         return results
 
     def run(account: agree.Account, arguments: list[Any]) -> Any:
-        nonlocal has_run
-        # Of a pipeline another rank may not have compiled its graph: nothing waits for it then.
-        at_once, has_run = bool(account.stages) and not has_run, True
         try:
-            agree.begin(account, at_once=at_once)
+            agree.begin(account)
             results = forward(attributes, *arguments)
             agree.end()
         except BaseException as error:

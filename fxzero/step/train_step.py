@@ -6,7 +6,7 @@ import contextlib
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,6 +205,8 @@ class TrainStep:
         self._loop: LoopStep | None = None
         """What trains instead where Dynamo cannot trace the step as one graph."""
         self._result: tuple[Tensor, Tensor | None, Tensor | None] | None = None
+        self._has_begun = False
+        """Whether the call that is running has come to its graph."""
         self._layout = self._new_layout()
 
     def __call__(self, *batch: Any, **kwargs: Any) -> StepOutput:
@@ -223,16 +225,17 @@ class TrainStep:
                 written: the step is complete then, and its output is the error's ``output``.
             NonFiniteGradientError: gradients that are not finite, where that is an error.
         """
-        self._check(batch, kwargs)
-        self._follow_changes()
-        if self._state.pipeline is not None and not self._batch_is_known:
-            refuse_other_batch(self._state.pipeline, (tuple(batch), dict(kwargs)))
-            self._batch_is_known = True
-        if self._layout.kernels and self._loop is None:  # optimizers that step are looked at then
-            before_step(self.optimizer)
-        assert self._loss is not None
-        rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
-        result = self._train_as_one_graph(batch, kwargs) if self._loop is None else None
+        with self._telling_other_stages():
+            self._check(batch, kwargs)
+            self._follow_changes()
+            if self._state.pipeline is not None and not self._batch_is_known:
+                refuse_other_batch(self._state.pipeline, (tuple(batch), dict(kwargs)))
+                self._batch_is_known = True
+            if self._layout.kernels and self._loop is None:  # others are looked at when they step
+                before_step(self.optimizer)
+            assert self._loss is not None
+            rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+            result = self._train_as_one_graph(batch, kwargs) if self._loop is None else None
         if result is None:
             scale = self.loss_scale.value if self.loss_scale is not None else None
             assert self._loop is not None
@@ -255,6 +258,19 @@ class TrainStep:
             error.output = output
             raise error
         return output
+
+    @contextlib.contextmanager
+    def _telling_other_stages(self) -> Iterator[None]:
+        """Of a pipeline, let no rank wait for one whose graph does not begin: each compiles a graph
+        of its own, and may be the only one to fail."""
+        self._has_begun = False
+        try:
+            yield
+        except Exception as error:
+            pipeline = self._state.pipeline
+            if pipeline is not None and not self._has_begun:
+                give_up(pipeline.group.name, f"{type(error).__name__}: {error}")
+            raise
 
     def _count_elsewhere(self) -> None:
         """Count the steps of parameters of other stages of a pipeline, which those have updated: a
@@ -312,18 +328,19 @@ class TrainStep:
             )
         return result
 
-    def _tracing(
-        self, batch: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _tracing(self, batch: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """A context for a call: one whose shapes are new will be traced."""
         shapes = tuple(
             (value.shape, value.dtype) if isinstance(value, Tensor) else type(value)
             for value in pytree.tree_leaves((tuple(batch), dict(kwargs)))
         )
         if shapes in self._traced:
-            return contextlib.nullcontext()
-        self._traced.add(shapes)
-        return _compat.lenient_tracing(self._modules)
+            yield
+            return
+        with _compat.lenient_tracing(self._modules):
+            yield
+        self._traced.add(shapes)  # what has failed is traced again
 
     def _begin_loop(self, error: Exception) -> None:
         """Train in several graphs from now on, and say why.
@@ -488,7 +505,6 @@ class TrainStep:
             log.warning(
                 "compile_step compiles again: inputs %s, before %s", shapes, self._compiled_shapes
             )
-        self._compiled_shapes.append(shapes)
         try:
             binder, run = compile_graph(
                 module,
@@ -501,14 +517,10 @@ class TrainStep:
                 clip_grad_norm=self._clip_grad_norm,
                 scaled=self.loss_scale is not None,
             )
-        except Exception as error:
-            pipeline = self._state.pipeline
-            if pipeline is not None:  # its other ranks compile other graphs, and may have them
-                give_up(pipeline.group.name, str(error))
-            if isinstance(error, FxZeroError):
-                raise _compat.passing_through_dynamo(error) from None
-            raise
+        except FxZeroError as error:
+            raise _compat.passing_through_dynamo(error) from None
 
+        self._compiled_shapes.append(shapes)
         if binder.disk.buckets:
             check_saves(self.model, self.optimizer)
         if self._config.offload_states.delay:
@@ -525,7 +537,9 @@ class TrainStep:
         binder, run = self._programs[number]
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         with torch.no_grad():
-            result = self._result = run(binder(inputs, scale))
+            values = binder(inputs, scale)
+            self._has_begun = True
+            result = self._result = run(values)
             sync_buffers(self._state)
         return (result[0],)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import re
@@ -32,6 +33,10 @@ from tests.tracing import observed
 SLACK = 16 << 10
 """Bytes that may be measured above a budget: saved tensors below 4 KiB."""
 EAGER = {"lower_regions": {"backend": "eager"}, "gather_ahead": {"enabled": False}}
+
+
+SELDOM = mock.patch.dict(os.environ, FXZERO_VERIFY="ends")
+"""To verify every level that is tried takes long."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ def trained(small: Small) -> Trained:
 def within_budgets(small: Small) -> list[str]:
     """Job: train without a budget, with the least, and with one between; what was wrong."""
     torch.set_num_threads(1)
-    with mock.patch.dict(os.environ, FXZERO_VERIFY="ends"):  # once for each level would take long
+    with SELDOM:
         return _within_budgets(small)
 
 
@@ -143,7 +148,7 @@ def with_too_little() -> tuple[str, float]:
             dist.all_gather_object(every, least[0])
             budget = (every[0] + every[1]) // 2
         step, *_ = small.but(memory_budget=budget).make()
-        with pytest.raises((ConfigError, RanksDisagreeError)) as caught:
+        with pytest.raises((ConfigError, RanksDisagreeError)) as caught, SELDOM:
             step()
         least += map(int, re.findall(r"\((\d+) bytes\) is the least", str(caught.value))[:1])
     step, *_ = small.make()
@@ -160,6 +165,29 @@ def test_a_stage_that_does_not_fit_stops_all(world: int, ranks: Pools) -> None:
     assert "others could not compile theirs" in said[0]
     assert "is the least that was found" in said[0]
     assert said[1].startswith("TooSmallError"), said
+
+
+def failing(rank: int) -> tuple[list[str], float]:
+    """Job: what ranks say of a compiler that fails on one of them, twice, and a step after it."""
+    step, *_ = Small().make()
+    fails = mock.patch("fxzero.step.train_step.compile_graph", side_effect=RuntimeError("no disk"))
+    said = []
+    with fails if dist.get_rank() == rank else contextlib.nullcontext():
+        for _ in range(2):
+            with pytest.raises(Exception, match="no disk") as caught:
+                step()
+            said.append(caught.type.__name__)
+    return said, float(step())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("world", [2])
+def test_a_rank_that_fails_alone(world: int, rank: int, ranks: Pools) -> None:
+    """The others say what it has said, each time; then the same step trains."""
+    answers = ranks(world).run(failing, rank)
+    assert answers[rank][0] == ["BackendCompilerFailed"] * 2
+    assert answers[1 - rank][0] == ["RanksDisagreeError"] * 2
+    assert answers[0][1] == answers[1][1]
 
 
 QUICK = FixedCosts(compute=10.0, latency_us=1.0)
@@ -257,7 +285,7 @@ def half_precision(options: Mapping[str, Any]) -> list[float]:
     return scales
 
 
-@pytest.mark.parametrize("options", [{}, {"memory": "all_host"}])
+@pytest.mark.parametrize("options", [{"memory": "all_host"}, *exhaustive({})])
 @pytest.mark.parametrize("world", [2])
 def test_what_overflows_in_one_stage_is_skipped_by_all(
     world: int, options: Mapping[str, Any], ranks: Pools
