@@ -132,7 +132,7 @@ class _Assignment:
                     stages[node] = stages[node.all_input_nodes[0]]
                     continue
                 before = max((stages[value] for value in self._values(node)), default=0)
-                number = _operator(node)
+                number = operator_of(node)
                 stages[node] = self._held_from(node, max(before, needed.get(number, 0)))
                 if number[1] is not None:
                     together[number] = max(together.get(number, 0), stages[node])
@@ -204,7 +204,7 @@ class _Assignment:
             owner = node
             if node.target is operator.getitem and node.all_input_nodes[0] in self.found.of:
                 owner = node.all_input_nodes[0]
-            number = _operator(owner)
+            number = operator_of(owner)
             groups.setdefault(number if number[1] is not None else ("", owner), []).append(node)
         return [members for members in groups.values() if len(members) > 1]
 
@@ -271,7 +271,7 @@ class _Assignment:
         twins: dict[tuple[str, object], int] = {}
         for node in self.forward:
             if node in stages:
-                twins.setdefault(_number(node), stages[node])
+                twins.setdefault(number_of(node), stages[node])
         late: list[fx.Node] = []
         for node in self.backward:
             if self._looks(node):
@@ -284,7 +284,7 @@ class _Assignment:
                 stages[v] for v in self._values(node) if stamp_of(v).phase is not Phase.FORWARD
             ]
             limit = min(of_backward, default=None)
-            twin = twins.get(_number(node))
+            twin = twins.get(number_of(node))
             if twin is not None:
                 stages[node] = twin if limit is None else min(limit, twin)
             elif limit is not None:
@@ -410,15 +410,17 @@ def _both_ways(value: fx.Node) -> int:
     return num_bytes(value) * (2 if tensor.is_floating_point() else 1)
 
 
-def _number(node: fx.Node) -> tuple[str, object]:
+def number_of(node: fx.Node) -> tuple[str, object]:
     """Equal for a node of forward and what has come of it in backward."""
     return stamp_of(node).layer, node.meta.get("seq_nr")
 
 
-def _operator(node: fx.Node) -> tuple[object, ...]:
+def operator_of(node: fx.Node) -> tuple[object, ...]:
     """Equal for the parts that an operator of the model was taken apart into.
 
     Autograd's numbers alone are not enough: operators without a gradient have the number of the
     next one that has some.
     """
-    return (*_number(node), node.meta.get("original_aten"))
+    original = node.meta.get("original_aten")
+    # By its name: copies of graphs have copies of operators, which are equal to nothing.
+    return (*number_of(node), None if original is None else str(original))

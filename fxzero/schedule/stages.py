@@ -24,6 +24,7 @@ from fxzero.cost.model import CostModel
 from fxzero.errors import ConfigError
 from fxzero.graph import Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view, root
+from fxzero.graph.assign_stages import number_of, operator_of
 from fxzero.graph.operators import is_random, num_bytes
 from fxzero.graph.stamps import stamp_of
 from fxzero.pipeline.tables import Table, in_flight
@@ -153,9 +154,9 @@ class Operators:
     def _find_times(self) -> None:
         twins: dict[tuple[str, object], Operator] = {}
         for op in self.own:  # the first of several, which are parts of it
-            twins.setdefault(_number(op.node), op)
+            twins.setdefault(number_of(op.node), op)
         backward = list(self.graph.nodes(phase=Phase.BACKWARD, role=Role.COMPUTE))
-        self.twin = {node: twins.get(_number(node)) for node in backward}
+        self.twin = {node: twins.get(number_of(node)) for node in backward}
         self._lend(backward)
         us = self._node_us([op.node for op in self.own]) | self._node_us(backward)
         reaches = self._earliest(backward)
@@ -252,12 +253,6 @@ def _free_of_parameters(graph: StepGraph, forward: Iterable[fx.Node]) -> set[fx.
         ):
             free.add(node)
     return free
-
-
-def _number(node: fx.Node) -> tuple[str, object]:
-    """Equal for a node of forward and what has come of it in backward; a copied layer has the
-    numbers of the layer that was traced."""
-    return stamp_of(node).layer, node.meta.get("seq_nr")
 
 
 def stages_of(
@@ -379,8 +374,9 @@ class _Order:
     def _candidates(self, crossing: np.ndarray, us: np.ndarray) -> list[int]:
         """All places where time has passed, of each stretch of time the one where least crosses."""
         count = len(self.own)
+        inside = self._inside_of_operators()
         inner = [end for end in range(1, count) if 0 < us[end] < us[count]]
-        inner = [end for end in inner if np.isfinite(crossing[end])]  # nothing is taken apart
+        inner = [end for end in inner if np.isfinite(crossing[end]) and not inside[end]]
         if len(inner) > MOST_POSITIONS:
             stretches = np.minimum((us * MOST_POSITIONS / us[count]).astype(int), MOST_POSITIONS)
             best: dict[int, int] = {}
@@ -397,6 +393,21 @@ class _Order:
                     by_time[us[end]] = end
             inner = sorted(by_time.values())
         return [0, *inner, count]
+
+    def _inside_of_operators(self) -> np.ndarray:
+        """By place, whether an operator of the model's has parts on both sides: where it is not
+        taken apart it is on one stage, and so are its parameters."""
+        first: dict[tuple[object, ...], int] = {}
+        last: dict[tuple[object, ...], int] = {}
+        for place, op in enumerate(self.own):
+            operator = operator_of(op.node)
+            if None not in operator[1:]:
+                first.setdefault(operator, place)
+                last[operator] = place
+        inside = np.zeros(len(self.own) + 1, dtype=np.bool_)
+        for operator, place in first.items():
+            inside[place + 1 : last[operator] + 1] = True
+        return inside
 
     def _parameter_bytes(self, ends: Sequence[int]) -> np.ndarray:
         """What is held in front of each position; a parameter is counted where it is read first."""

@@ -202,6 +202,30 @@ def test_a_model_is_sharded_within_a_budget(zero: int, shards: int) -> None:
         find_holders(model, batch, StagesWanted("1f1b", 2, 0, 1, "300KiB"))
 
 
+class Normed(nn.Module):
+    """Batch norms, which the compiler takes apart and torch's own kernels do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.norm = nn.ModuleList(nn.BatchNorm1d(16) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.h, self.norm, strict=True):
+            x = x + torch.tanh(norm(layer(x)))
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_no_operator_is_cut(num_ranks: int) -> None:
+    """Its parameters are of one stage, however a step lowers it."""
+    model = Normed()
+    wanted = StagesWanted("1f1b", num_ranks, 0, 1, None)
+    held = find_holders(model, (torch.randn(8, 16),), wanted)
+    assert all(held[f"norm.{i}.weight"] == held[f"norm.{i}.bias"] for i in range(6))
+    assert all(held[f"h.{i}.weight"] == held[f"h.{i}.bias"] for i in range(6))
+
+
 def test_shards_of_a_stage() -> None:
     """Two ranks a stage hold half of its parameters each."""
     for world_size in (1, 2):
