@@ -272,7 +272,7 @@ def stages_of(
     Raises:
         ConfigError: there are more stages than places to cut at, or none fit the budget.
     """
-    order = _Order(Operators(graph, costs))
+    order = Order(Operators(graph, costs))
     borders, us = _borders(order, num_stages, num_micro_steps, limit)
     stages = [order.stage(first, until) for first, until in pairwise(borders)]
     crossings = [order.crossing(at) for at in borders[1:-1]]
@@ -294,12 +294,12 @@ def holders_of(
     Raises:
         ConfigError: there are more stages than places to cut at, or none fit the budget.
     """
-    order = _Order(Operators(graph, costs))
+    order = Order(Operators(graph, costs))
     borders, _ = _borders(order, num_stages, num_micro_steps, limit)
     return _holders(order, borders)
 
 
-def _holders(order: _Order, borders: Sequence[int]) -> dict[str, tuple[int, ...]]:
+def _holders(order: Order, borders: Sequence[int]) -> dict[str, tuple[int, ...]]:
     found: dict[str, list[int]] = {}
     for stage, (first, until) in enumerate(pairwise(borders)):
         keys = {key for op in order.own[first:until] for key in op.params}
@@ -309,7 +309,7 @@ def _holders(order: _Order, borders: Sequence[int]) -> dict[str, tuple[int, ...]
 
 
 def _borders(
-    order: _Order, num_stages: int, num_micro_steps: int, limit: Limit | None
+    order: Order, num_stages: int, num_micro_steps: int, limit: Limit | None
 ) -> tuple[list[int], float]:
     """Before which operators stages begin, the end among them, and what all micro-steps take.
 
@@ -341,7 +341,7 @@ def _borders(
     )
 
 
-class _Order:
+class Order:
     """Operators one behind the other, and what crosses between two of them."""
 
     def __init__(self, operators: Operators) -> None:
