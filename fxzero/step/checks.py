@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fxzero._compat import is_fake, pytree
+from fxzero._compat import is_fake, pytree, resolve_process_group
 from fxzero.compiler.config import Config, MemoryPreset
-from fxzero.errors import BatchError, ConfigError
+from fxzero.errors import BatchError, ConfigError, RanksDisagreeError
 from fxzero.ranks.agree import channel_of
 from fxzero.settings import Auto
 from fxzero.sharding.host import refuse_group_of_device
@@ -108,21 +108,39 @@ def refuse_beside_pipeline(config: Config, specs: Mapping[str, ParamSpec], kerne
 def refuse_other_batch(pipeline: Pipeline, arguments: Any) -> None:
     """See that all stages of a pipeline are given the same batch. A collective.
 
+    Args:
+        arguments: what the step was called with; None of a rank that does not take it.
+
     Raises:
         BatchError: they are not; on all of them.
+        RanksDisagreeError: another rank does not take its own.
     """
     channel = channel_of(pipeline.group.name)
     tensors = [v for v in pytree.tree_leaves(arguments) if isinstance(v, Tensor)]
     if channel is None or any(map(is_fake, tensors)):
         return
-    digest = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=7)
     for tensor in tensors:
         values = tensor.detach().cpu().contiguous()
         digest.update(f"{tuple(values.shape)} {values.dtype}".encode())
         digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
-    mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)
+    takes = arguments is not None
+    mine = torch.frombuffer(bytearray([*digest.digest(), takes]), dtype=torch.int64)
     every = [torch.empty_like(mine) for _ in range(pipeline.group.size)]
     dist.all_gather(every, mine, group=channel)
+    if not takes:
+        return
+    group = resolve_process_group(pipeline.group.name)
+    without = [
+        str(dist.get_global_rank(group, place))
+        for place, other in enumerate(every)
+        if not int(other) >> 56
+    ]
+    if without:
+        raise RanksDisagreeError(
+            f"rank {', '.join(without)} of this pipeline does not begin its step, and says why: "
+            "without it this rank would wait for ever. Nothing was changed. Mend what it names."
+        )
     if len({int(other) for other in every}) > 1:
         raise BatchError(
             "ranks of one pipeline were given different batches: the first stage would read one, "

@@ -207,6 +207,8 @@ class TrainStep:
         self._result: tuple[Tensor, Tensor | None, Tensor | None] | None = None
         self._has_begun = False
         """Whether the call that is running has come to its graph."""
+        self._has_compared = False
+        """Whether its batch needs no comparing any more, as has been done or was before."""
         self._layout = self._new_layout()
 
     def __call__(self, *batch: Any, **kwargs: Any) -> StepOutput:
@@ -228,7 +230,8 @@ class TrainStep:
         with self._telling_other_stages():
             self._check(batch, kwargs)
             self._follow_changes()
-            if self._state.pipeline is not None and not self._batch_is_known:
+            if self._state.pipeline is not None and not self._has_compared:
+                self._has_compared = True
                 refuse_other_batch(self._state.pipeline, (tuple(batch), dict(kwargs)))
                 self._batch_is_known = True
             if self._layout.kernels and self._loop is None:  # others are looked at when they step
@@ -263,12 +266,14 @@ class TrainStep:
     def _telling_other_stages(self) -> Iterator[None]:
         """Of a pipeline, let no rank wait for one whose graph does not begin: each compiles a graph
         of its own, and may be the only one to fail."""
-        self._has_begun = False
+        self._has_begun, self._has_compared = False, self._batch_is_known
         try:
             yield
         except Exception as error:
             pipeline = self._state.pipeline
-            if pipeline is not None and not self._has_begun:
+            if pipeline is not None and not self._has_compared:
+                refuse_other_batch(pipeline, None)
+            elif pipeline is not None and self._batch_is_known and not self._has_begun:
                 give_up(pipeline.group.name, f"{type(error).__name__}: {error}")
             raise
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ from examples.benchmarks.measure import allocated_peak_bytes
 from examples.models import gpt_bench
 from fxzero.compiler.compilation import Compilation
 from fxzero.cost import FixedCosts
-from fxzero.errors import ConfigError, RanksDisagreeError
+from fxzero.errors import BatchError, ConfigError, RanksDisagreeError
 from fxzero.graph import Lane
 from fxzero.schedule.simulate import simulate_memory
 from tests.parity.harness import Pools
@@ -188,6 +189,25 @@ def test_a_rank_that_fails_alone(world: int, rank: int, ranks: Pools) -> None:
     assert answers[rank][0] == ["BackendCompilerFailed"] * 2
     assert answers[1 - rank][0] == ["RanksDisagreeError"] * 2
     assert answers[0][1] == answers[1][1]
+
+
+def without_a_batch(rank: int) -> tuple[str, float]:
+    """Job: what ranks say of a first batch that one of them does not take, and a step after it."""
+    step, model, _ = Small().make()
+    tokens, targets = model.example_inputs(8)  # type: ignore[operator]
+    compiled = inspect.getclosurevars(step).nonlocals["step"]
+    rows = 7 if dist.get_rank() == rank else 8
+    with pytest.raises((BatchError, RanksDisagreeError)) as caught:
+        compiled(tokens[:rows], targets[:rows])
+    return f"{caught.type.__name__}: {caught.value}", float(step())
+
+
+@pytest.mark.parametrize("world", [2])
+def test_a_rank_that_does_not_take_its_first_batch(world: int, ranks: Pools) -> None:
+    (said, loss), (other, same) = ranks(world).run(without_a_batch, 1)
+    assert said.startswith("RanksDisagreeError: rank 1 of this pipeline does not begin its step")
+    assert other.startswith("BatchError")
+    assert loss == same
 
 
 QUICK = FixedCosts(compute=10.0, latency_us=1.0)
