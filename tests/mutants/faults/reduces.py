@@ -77,8 +77,8 @@ FAULTS = (
     Fault(
         "an all-reduce is added up, not averaged",
         "fxzero/runtime/collectives.py",
-        "return [total.div_(size) for total in totals]",
-        "return totals",
+        "return [_taken_from(total).div_(size) for total in totals]",
+        "return [_taken_from(total) for total in totals]",
         "tests/parity/test_step.py::test_float64[2-sgd-None-1-0]",
     ),
     Fault(
