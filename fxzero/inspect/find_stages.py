@@ -33,8 +33,6 @@ from fxzero.step.train_step import TrainStep
 MICRO_STEPS_PER_STAGE = 4
 """For how many micro-batches stages are made, which is not known when a model is sharded: as many
 as keep the idle share of 1F1B below a fifth."""
-
-
 STATES = {0: (4.0, 0.0), 1: (2.0, 2.0), 2: (1.0, 3.0), 3: (0.0, 4.0)}
 """By ZeRO stage, of a parameter, its gradient and two moments: how many a rank has whole, and how
 many it has a part of. Gradients are parts once their bucket is reduced, at stages 2 and 3."""

@@ -9,8 +9,9 @@ An announcement is 16 bytes: a digest of the collectives to come. It travels bes
 first messages, over gloo, and is compared right before the first wait, so that it adds no
 latency. Messages of a graph carry its digest in their tag too: those of two graphs never meet.
 A collective without a tag (gloo's all-reduce) is launched only after the comparison, because
-unequal sizes there end the process. Collectives that run one by one, outside of a graph,
-announce and compare each time: `agree_eagerly`.
+unequal sizes there end the process; so is all that stages of a pipeline launch, whose graphs may
+fail to compile one by one. Collectives that run one by one, outside of a graph, announce and
+compare each time: `agree_eagerly`.
 
 Within a group everybody tells everybody, so a disagreement is an error on all of its ranks.
 """
