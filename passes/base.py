@@ -85,7 +85,7 @@ class Room(StrEnum):
     neither `prefetch` nor `bucket` was told otherwise."""
 
     ALL = "all"
-    """As without a budget, and whatever forward gathers stays for backward."""
+    """As without a budget, and whatever is gathered stays until it is gathered next."""
     HALF = "half"
     """And half of it does."""
     USUAL = "usual"
@@ -95,7 +95,7 @@ class Room(StrEnum):
 
 
 KEPT_SHARE = {Room.ALL: 1.0, Room.HALF: 0.5}
-"""By room, how much of what backward would gather again it reads from forward instead."""
+"""By room, how much of what would be gathered again is kept instead."""
 
 
 @dataclass

@@ -7,13 +7,14 @@ Transfers and runs of compute become tasks with costs (`fxzero.schedule.problem`
 over the whole step orders them for the shortest simulated time within a budget of bytes; of
 orders that are about as fast, the one that holds least (`fxzero.schedule.search`). With
 `distance`, gathers run a fixed number of buckets ahead instead. Where the budget allows and it
-is faster, backward reads what forward gathered (`fxzero.schedule.keep`). What follows a reduce
+is faster, backward reads what forward gathered, and the next micro-step what this one did
+(`fxzero.schedule.keep`). What follows a reduce
 (the sum over micro-steps, the update) runs as soon as it can, between two runs of compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,13 +27,13 @@ from fxzero.passes.outline import split_at_buckets
 from fxzero.regions.cutout import move_parts_together
 from fxzero.schedule.engine import Replay, TaskGraph, replay
 from fxzero.schedule.inventory import Inventory
-from fxzero.schedule.keep import keep, keepable
+from fxzero.schedule.keep import Round, bytes_of, keep, keepable
 from fxzero.schedule.problem import Problem, problem_of
 from fxzero.schedule.search import FoundOrder, best_order, fixed_order
 from fxzero.settings import at_least
 
 KEEPS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
-"""How many buckets to try to keep from forward to backward."""
+"""How many to try to keep until they are gathered next, of what is alike in all micro-steps."""
 KEEP_SLACK = 0.03
 """How much slower than the best an order may be if it keeps less."""
 
@@ -41,7 +42,7 @@ KEEP_SLACK = 0.03
 class Choice:
     """A decision for a graph."""
 
-    kept: tuple[TransferNodes, ...]
+    kept: tuple[Round, ...]
     problem: Problem
     found: FoundOrder
 
@@ -56,37 +57,25 @@ def least_budget(graph: TaskGraph) -> int:
     return replay(graph, fixed_order(graph, 0, 0)).peak_bytes
 
 
-def budget_for(room: Room, graph: TaskGraph, candidates: Sequence[TransferNodes]) -> int:
+def budget_for(room: Room, graph: TaskGraph, candidates: Sequence[Round]) -> int:
     """What transfers may hold.
 
     Args:
-        candidates: gathers of backward, each of which forward's could stand for.
+        candidates: gathers, for each of which the one before it could stand.
     """
     if room is Room.LEAST:
         return least_budget(graph)
-    every = sum(transfer.record.full_bytes for transfer in candidates)
-    return default_budget(graph) + int(KEPT_SHARE.get(room, 0) * every)
+    return default_budget(graph) + int(KEPT_SHARE.get(room, 0) * bytes_of(candidates))
 
 
-def names_of(transfers: Sequence[TransferNodes]) -> frozenset[str]:
-    """The buckets that transfers carry."""
-    return frozenset(transfer.stamp.bucket for transfer in transfers)
-
-
-def alike(candidates: list[TransferNodes], graph: StepGraph) -> list[tuple[TransferNodes, ...]]:
-    """What can only go together: one by one, or where a micro-step stands for others the same one
-    of all micro-steps."""
-    if graph.steady_runs == 1:
-        return [(transfer,) for transfer in candidates]
-    by_step: dict[int, list[TransferNodes]] = {}
-    for transfer in candidates:
-        by_step.setdefault(transfer.stamp.micro_step, []).append(transfer)
-    return list(zip(*by_step.values(), strict=False))
+def names_of(rounds: Iterable[Round]) -> frozenset[str]:
+    """The buckets that gathers carry."""
+    return frozenset(transfer.stamp.bucket for transfers in rounds for transfer in transfers)
 
 
 def choose(
     inventory: Inventory,
-    candidates: list[TransferNodes],
+    candidates: Sequence[Round],
     budget_bytes: int,
     share: float | None = None,
 ) -> Choice:
@@ -100,10 +89,10 @@ def choose(
         PassError: there is no such order.
     """
     choices: list[Choice] = []
-    rounds = alike(candidates, inventory.step)
-    counts = KEEPS if share is None else (int(share * len(rounds)),)
-    for count in (n for n in counts if n <= len(rounds)):
-        kept = tuple(transfer for transfers in rounds[:count] for transfer in transfers)
+    every = len(candidates)
+    counts = (*KEEPS, every) if share is None else (int(share * every),)
+    for count in sorted({min(n, every) for n in counts}):
+        kept = tuple(candidates[:count])
         problem = problem_of(inventory, budget_bytes, names_of(kept))
         found = best_order(problem.graph, problem.is_steady)
         if found is None:
@@ -143,7 +132,7 @@ class Order(Decision):
     """When each task of a step is issued."""
 
     kept: tuple[str, ...]
-    """Buckets of backward that are not gathered: it reads what forward has gathered."""
+    """Buckets that are not gathered: what the gather before has brought is read."""
     order: tuple[str, ...]
     """The tasks, in the order in which they are issued."""
     by: str
@@ -176,9 +165,9 @@ class Prefetch(DecidingPass[Order]):
     gathers two buckets ahead of their use, and two reduces in flight, would hold; under a
     `memory_budget` more or less, whichever is faster within it."""
     keep: bool = True
-    """Let backward read what forward gathered where that fits the budget and is faster: between
-    stages 2 and 3, in memory and in traffic. False is stage 3 to the letter, and so is a
-    `distance`."""
+    """Let backward read what forward gathered, and the next micro-step what this one did, where
+    that fits the budget and is faster: between stages 2 and 3, in memory and in traffic. False is
+    stage 3 to the letter, and so is a `distance`."""
 
     def __post_init__(self) -> None:
         """Distances count buckets; a budget holds something."""
@@ -216,7 +205,7 @@ class Prefetch(DecidingPass[Order]):
         result = choice.found.replay
         names = choice.problem.names()
         return Order(
-            kept=tuple(transfer.stamp.bucket for transfer in choice.kept),
+            kept=tuple(t.stamp.bucket for transfers in choice.kept for t in transfers),
             order=tuple(names[index] for index in choice.found.order),
             by=choice.found.by,
             step_us=result.makespan_us,
@@ -234,7 +223,7 @@ class Prefetch(DecidingPass[Order]):
         cut = graph.loss is None
         inventory = self._inventory(graph, ctx)
         kept = _kept(graph, inventory.transfers, decision.kept)
-        problem = problem_of(inventory, kept=names_of(kept))
+        problem = problem_of(inventory, kept={*decision.kept})
         order = _indices(problem, decision.order)
         first = first_gathers(problem, order)
         keep(graph, kept, inventory.transfers, cut=cut)
@@ -283,7 +272,7 @@ def _kept(
     Raises:
         ConfigError: one cannot be.
     """
-    candidates = {transfer.stamp.bucket: transfer for transfer in keepable(graph, transfers)}
+    candidates = {t.stamp.bucket: t for kept in keepable(graph, transfers) for t in kept}
     for name in names:
         if name not in candidates:
             known = ", ".join(candidates) or "none"

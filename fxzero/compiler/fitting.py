@@ -43,7 +43,7 @@ from fxzero.passes.repeat_values import Repetitions
 from fxzero.regions.region import CACHE
 from fxzero.runtime.updates import OwnStep
 from fxzero.schedule.agreement import agree, agreed
-from fxzero.schedule.keep import keepable
+from fxzero.schedule.keep import bytes_of, keepable
 from fxzero.schedule.repetition_levels import Levels
 from fxzero.schedule.simulate import Memory, simulate, simulate_memory
 from fxzero.schedule.storage import regions_of
@@ -280,11 +280,7 @@ class Fitting:
         facts = self.compilation.run(graph, self.rest, self.start.facts, of=self.passes)
         self.levels = level.levels
         step = Scheduled(graph, self.compilation.records[:], self.context.decisions, facts)
-        again = sum(
-            transfer.record.full_bytes
-            for transfer in keepable(graph, graph.transfers())
-            if transfer.stamp.micro_step == 0
-        )
+        again = bytes_of(keepable(graph, graph.transfers()))
         step_us, exposed_us = self._time_of(step)
         trial = Trial(number, room, step, _NOTHING, 0, step_us, exposed_us, again, spare_bytes)
         self._look(trial)

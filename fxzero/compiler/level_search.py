@@ -57,7 +57,7 @@ class Trial(Generic[T]):
     exposed_us: float = 0.0
     """How long compute stands still for transfers."""
     again_bytes: int = 0
-    """Full parameters that backward gathers again, and that more room would keep."""
+    """Full parameters that are gathered again, and that more room would keep."""
     spare_bytes: int = 0
     """What may be kept again of what the level repeats."""
 

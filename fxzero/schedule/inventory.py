@@ -20,7 +20,7 @@ from fxzero.graph.aliases import is_view
 from fxzero.graph.stamps import BESIDE_COMPUTE, stamp_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.schedule.followers import is_follower, through_followers
-from fxzero.schedule.keep import gathered_in_forward
+from fxzero.schedule.keep import gathered_before
 from fxzero.schedule.storage import storages_of
 from fxzero.transfer import TransferKind
 
@@ -50,7 +50,7 @@ class Inventory:
         self.costs = costs
         self.transfers = every = graph.transfers()
         transfers = [t for t in every if t.is_placed]
-        self.in_forward = gathered_in_forward(every)
+        self.before = gathered_before(graph, every)
         self.gathers = [t for t in transfers if t.stamp.lane is Lane.GATHER]
         self.reduces = [t for t in transfers if t.stamp.lane is Lane.REDUCE]
         self.moved = {node for t in transfers for node in nodes_of(t)}

@@ -24,7 +24,7 @@ from fxzero.graph.step_graph import TransferNodes
 from fxzero.schedule.engine import Hold, Stretch, Task, TaskGraph
 from fxzero.schedule.followers import with_followers
 from fxzero.schedule.inventory import Inventory, join_nodes, launch_nodes
-from fxzero.schedule.keep import key_of
+from fxzero.schedule.keep import first_of
 from fxzero.schedule.storage import Storage
 from fxzero.transfer import Pool
 
@@ -109,7 +109,7 @@ def problem_of(
 
     Args:
         budget_bytes: most bytes of gathered parameters and unreduced gradients at once.
-        kept: buckets of backward that shall not be gathered: it reads what forward gathered.
+        kept: buckets that shall not be gathered: what the gather before has brought is read.
     """
     problem = inventory.problems.get(frozenset(kept))
     if problem is None:
@@ -244,21 +244,19 @@ class _Problem:
         inventory = self.inventory
         storages = inventory.storages
         place = self._places()
-        again: dict[Storage, Storage] = {}
-        gone: set[Storage] = set()
-        if self.dropped:
-            first = {k: storages.of[p][0] for k, p in inventory.in_forward.items()}
-            for i in self.dropped:
-                for part in inventory.gathers[i].parts:
-                    (dropped,) = storages.of[part]
-                    gone.add(dropped)
-                    again[first[key_of(part)]] = dropped
+        gone = {part: None for i in self.dropped for part in inventory.gathers[i].parts}
+        last: dict[Storage, Storage] = {}
+        """Of what is kept, the last of what is not gathered again: it ends when that would."""
+        for part in gone:
+            (dropped,) = storages.of[part]
+            last[storages.of[first_of(part, inventory.before, gone)][0]] = dropped
+        not_there = {storages.of[part][0] for part in gone}
         found: dict[int, dict[tuple[int, ...], int]] = defaultdict(lambda: defaultdict(int))
         for storage in storages.every:
-            if not storage.of_transfer or storage in gone:
+            if not storage.of_transfer or storage in not_there:
                 continue
             assert storage.begin is not None
-            until = again.get(storage, storage).until()
+            until = last.get(storage, storage).until()
             ends = tuple(sorted({place[node] for node in until if node in place}))
             found[place[storage.begin]][ends] += storage.num_bytes
         return defaultdict(
