@@ -35,7 +35,7 @@ from fxzero.settings import at_least
 KEEPS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
 """How many to try to keep until they are gathered next, of what is alike in all micro-steps."""
 KEEP_SLACK = 0.03
-"""How much slower than the best an order may be if it keeps less."""
+"""How much slower than the best an order may be if it holds less."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,16 @@ def choose(
     every = len(candidates)
     counts = (*KEEPS, every) if share is None else (int(share * every),)
     for count in sorted({min(n, every) for n in counts}):
+        if choices and _is_about_as_fast_as_any(choices[0].found.replay):
+            held_bytes = choices[0].found.replay.peak_bytes
+            if count < every or bytes_of(candidates) >= held_bytes:
+                continue  # nothing to win, but where one copy of all is less than several of some
         kept = tuple(candidates[:count])
         problem = problem_of(inventory, budget_bytes, names_of(kept))
         found = best_order(problem.graph, problem.is_steady)
         if found is None:
             break  # what is kept leaves too little
         choices.append(Choice(kept, problem, found))
-        if len(choices) == 1 and _is_about_as_fast_as_any(found.replay):
-            break
     if not choices:
         least = least_budget(problem_of(inventory).graph)
         raise PassError(
@@ -108,7 +110,8 @@ def choose(
             "the budget, or make buckets smaller: bucket.cap_bytes."
         )
     limit_us = (1 + KEEP_SLACK) * min(choice.found.replay.makespan_us for choice in choices)
-    return next(c for c in choices if c.found.replay.makespan_us <= limit_us)
+    fast = [choice for choice in choices if choice.found.replay.makespan_us <= limit_us]
+    return min(fast, key=lambda choice: choice.found.replay.peak_bytes)
 
 
 def _is_about_as_fast_as_any(replay: Replay) -> bool:

@@ -24,7 +24,7 @@ from fxzero.inspect.capture import scalar_of
 from fxzero.inspect.pipeline import collecting_micro_steps
 from fxzero.pipeline.schedules import example_table, places_of_stages
 from fxzero.regions.region import regions_to_look_at
-from fxzero.schedule.stages import Limit, holders_of
+from fxzero.schedule.stages import Limit, holders_of, states_of
 from fxzero.sharding.pipeline import StagesWanted
 from fxzero.sharding.precision import Precision
 from fxzero.sharding.shard import shard_alone
@@ -33,9 +33,6 @@ from fxzero.step.train_step import TrainStep
 MICRO_STEPS_PER_STAGE = 4
 """For how many micro-batches stages are made, which is not known when a model is sharded: as many
 as keep the idle share of 1F1B below a fifth."""
-STATES = {0: (4.0, 0.0), 1: (2.0, 2.0), 2: (1.0, 3.0), 3: (0.0, 4.0)}
-"""By ZeRO stage, of a parameter, its gradient and two moments: how many a rank has whole, and how
-many it has a part of. Gradients are parts once their bucket is reduced, at stages 2 and 3."""
 
 
 def find_holders(
@@ -85,11 +82,10 @@ def find_holders(
     ((graph, costs),) = seen
     micro_steps, limit = MICRO_STEPS_PER_STAGE * num_stages, None
     if budget is not None:
-        whole, part = STATES[wanted.zero]
         limit = Limit.of(
             example_table(wanted.schedule, wanted.num_ranks, micro_steps),
             budget.bytes_of(lambda: Config().cost.device_bytes(device_of(graph))),
-            whole + part / wanted.num_shards,
+            states_of(wanted.zero, wanted.num_shards),
         )
     found = holders_of(graph, costs, num_stages, micro_steps, limit=limit)
     empty = set(range(num_stages)).difference(*found.values())

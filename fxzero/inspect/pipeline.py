@@ -1,8 +1,9 @@
 """What a model would be as a pipeline: its stages, what travels between them, and the schedule.
 
 The joint graph of one micro-step is captured as always, for the ranks of one stage, and cut
-(`fxzero.schedule.stages`); a table of the schedule is replayed with what the stages take
-(`fxzero.pipeline.replay`). Nothing is started, and no rank is there.
+(`fxzero.schedule.stages`); a table of the schedule is replayed with what the stages take and with
+what ZeRO moves inside of them (`fxzero.inspect.zero_inside`). Nothing is started, and no rank is
+there.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from fxzero.cost.settings import device_of
 from fxzero.errors import ConfigError
 from fxzero.graph import StepGraph
 from fxzero.inspect.capture import Capture, capture
+from fxzero.inspect.zero_inside import ZeroInside
 from fxzero.passes import Recompute
 from fxzero.passes.base import Context, Notes, Pass
 from fxzero.pipeline.replay import PipelineReplay, replay_table
 from fxzero.pipeline.schedules import AUTO, table_of
 from fxzero.pipeline.tables import TABLES, Action, Table, Work, in_flight
-from fxzero.schedule.stages import MODEL_STATES, Limit, Stages, stages_of
+from fxzero.schedule.stages import Limit, Stages, stages_of
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,10 @@ class PipelineReport:
     idle_shares: tuple[float, ...]
     """By rank."""
     peak_bytes: tuple[int, ...]
-    """By rank: model states, and what its micro-steps in flight save. What a schedule of gathers
-    holds beside it is not in it."""
+    """By rank: model states, what its micro-steps in flight save, and full parameters and gradients
+    on their way. Temporaries of operators are not in it."""
     step_us: float
+    """Forwards and backwards, with gathers and reduces beside them; not the update."""
     picture: str
     replayed: PipelineReplay = field(repr=False)
     """When what runs."""
@@ -168,15 +171,17 @@ def as_pipeline(micro_step: MicroStep, table: Table) -> PipelineReport:
         ConfigError: more stages than places to cut at.
     """
     costs = micro_step.costs
+    inside = ZeroInside.of(micro_step.capture, costs)
     limit = None
     if micro_step.budget_bytes is not None:
-        limit = Limit.of(table, micro_step.budget_bytes)
+        limit = Limit.of(table, micro_step.budget_bytes, inside.states)
     found = stages_of(micro_step.graph, costs, table.num_stages, table.num_micro_steps, limit=limit)
-    replayed = replay_table(table, _action_us(found, table), _transfer_us(found))
-    return _report(table, found, replayed, in_flight(table), costs.name)
+    beside_us = inside.beside(_compute_us(found), found.stages, table)
+    replayed = replay_table(table, beside_us, _transfer_us(found))
+    return _report(table, found, inside, replayed, costs.name)
 
 
-def _action_us(found: Stages, table: Table) -> Callable[[Action], float]:
+def _compute_us(found: Stages) -> Callable[[Action], float]:
     def action_us(action: Action) -> float:
         stage = found.stages[action.stage]
         match action.work:
@@ -203,11 +208,12 @@ def _transfer_us(found: Stages) -> Callable[[Action, Action], float]:
 
 
 def _report(
-    table: Table, found: Stages, replayed: PipelineReplay, flights: list[int], costs: str
+    table: Table, found: Stages, inside: ZeroInside, replayed: PipelineReplay, costs: str
 ) -> PipelineReport:
     held = [0] * table.num_ranks
+    flights = in_flight(table)
     for number, stage in enumerate(found.stages):
-        own = MODEL_STATES * stage.parameter_bytes + flights[number] * stage.saved_bytes
+        own = inside.held_bytes(stage) + flights[number] * stage.saved_bytes
         held[table.rank_of[number]] += own
     return PipelineReport(
         schedule=table.name,

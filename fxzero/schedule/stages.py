@@ -35,6 +35,21 @@ MOST_POSITIONS = 400
 """Of more places to cut at, those where least crosses, one in each stretch of equal time."""
 MODEL_STATES = 4
 """A parameter, its gradient and two moments: what training with AdamW holds, in parameters."""
+_STATES = {0: (4, 0), 1: (2, 3), 2: (1, 4), 3: (0, 4)}
+"""By ZeRO stage: of how many of these a rank has all, and of how many its part. At stages 1 and 2
+it has what was gathered beside its part; gradients are parts once reduced, at 2 and 3."""
+
+
+def states_of(zero: int, num_shards: int) -> float:
+    """What a rank's training with AdamW holds of a parameter, in parameters of the master's dtype:
+    section 5 of the ZeRO paper (Rajbhandari et al. 2020), and what is gathered.
+
+    Args:
+        zero: the ZeRO stage.
+        num_shards: how many ranks share a stage of the pipeline.
+    """
+    whole, parts = _STATES[zero]
+    return whole + parts / num_shards
 
 
 _KEPT = (1.0, 0.5, 0.25, 0.0)

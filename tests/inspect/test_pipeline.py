@@ -25,6 +25,7 @@ from fxzero.errors import ConfigError
 from fxzero.inspect.find_stages import find_holders
 from fxzero.inspect.pipeline import MicroStep, PipelineReport, as_pipeline, micro_step_of, under
 from fxzero.inspect.trace import pipeline_trace
+from fxzero.inspect.zero_inside import ZeroInside
 from fxzero.pipeline.schedules import table_of
 from fxzero.pipeline.tables import TABLES
 from fxzero.schedule.stages import Operators, Order
@@ -239,6 +240,29 @@ def test_shards_of_a_stage() -> None:
         for stage in report(gpt, world_size=world_size).found.stages:
             whole = 4 * stage.num_parameters
             assert stage.parameter_bytes == pytest.approx(whole / world_size, rel=0.02)
+
+
+def test_zero_inside_of_stages_takes_time_and_memory() -> None:
+    """Over a link that nothing hides: gathers of each micro-step at stage 3, reduces of each at 2,
+    one of both at 1. What is whole at 0 and 1 is counted whole."""
+    options = {**OPTIONS, "cost": {"cluster": "pair_1gbit"}}
+    found, step_us = {}, {}
+    for zero in range(4):
+        step = micro_step_of(gpt, micro_batches=4, world_size=2, zero=zero, options=options)
+        found[zero] = as_pipeline(step, table_of("1f1b", 2, 4))
+        step_us[zero] = found[zero].step_us
+        inside = ZeroInside.of(step.capture, step.costs)
+        for place, stage in enumerate(found[zero].found.stages):
+            full = 4 * stage.num_parameters
+            states = {0: 4.0, 1: 2 + 3 / 2, 2: 1 + 4 / 2, 3: 4 / 2}[zero]
+            on_way = 2 * min(inside.bucket_bytes, full) if zero >= 2 else 0
+            on_way += min(3 * inside.bucket_bytes, full) if zero == 3 else 0
+            held = found[zero].peak_bytes[place] - found[zero].in_flight[place] * stage.saved_bytes
+            assert held == pytest.approx(states * full + on_way, rel=0.02), (zero, place)
+    assert step_us[3] > step_us[2] > step_us[1]
+    assert step_us[1] == pytest.approx(step_us[0], rel=0.2)
+    wire_us = {zero: step_us[zero] - step_us[1] for zero in (2, 3)}
+    assert wire_us[3] > 1.5 * wire_us[2]
 
 
 def test_a_trace_has_all_ranks() -> None:

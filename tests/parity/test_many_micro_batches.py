@@ -27,6 +27,12 @@ EAGER = {"lower_regions": {"backend": "eager"}}
 SCHEDULES: dict[str, dict[str, Any]] = {
     "default": {},
     "by layer": {"bucket": {"min_bytes": 0}, "cost": {"cluster": "pair_1gbit"}, **EAGER},
+    "kept": {
+        "bucket": {"min_bytes": 0},
+        "cost": {"cluster": "pair_1gbit"},
+        "prefetch": {"budget_bytes": 1 << 20},
+        **EAGER,
+    },
     "distance 2": {"prefetch": {"distance": 2}, "bucket": {"min_bytes": 0}, **EAGER},
     "least": {"prefetch": {"distance": 0, "reduce_distance": 0}, **EAGER},
 }

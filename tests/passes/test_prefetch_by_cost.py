@@ -15,9 +15,12 @@ from fxzero.errors import PassError
 from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
+from fxzero.graph.steady import find_loop
 from fxzero.graph.verify import verify
 from fxzero.passes import Bucket, Context, Fact, Notes, Prefetch, prefetch
 from fxzero.schedule.followers import readers
+from fxzero.schedule.simulate import simulate_memory
+from tests.passes import pipelined
 from tests.stepping import chain_of, step_graph
 from tests.tracing import chain, run, trace, up_to
 
@@ -108,6 +111,57 @@ def test_kept_parameters_are_released_after_backward_in_a_step() -> None:
         later = order[order.index(release) :]
         for source in release.all_input_nodes:
             assert not [u for u in source.users if u in later and u is not release]
+
+
+def by_micro_step(micro_batches: int, **prefetch: Any) -> StepGraph:
+    """A step of several micro-batches over a slow link, a bucket a layer."""
+    options = {
+        "lower_regions": {"backend": "eager"},
+        "bucket": {"min_bytes": 0},
+        "prefetch": prefetch,
+        "cost": {"cluster": "pair_1gbit"},
+    }
+    return step_graph(chain_of(6, WIDTH, rows=16), micro_batches=micro_batches, options=options)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 8])
+def test_one_gather_for_all_micro_steps(micro_batches: int) -> None:
+    """Where memory is no matter; one after the other they still are what a step repeats."""
+    graph = by_micro_step(micro_batches, budget_bytes=1 << 20)
+    gathers = graph.transfers(name="gather")
+    assert [transfer.stamp.micro_step for transfer in gathers] == [0] * 6
+    if micro_batches > 2:
+        assert find_loop(graph).kept
+
+
+@pytest.mark.parametrize("micro_batches", [2, 8])
+def test_a_budget_says_how_much_is_kept(micro_batches: int) -> None:
+    """The ends first: the last layer from forward to backward, the first one that backward reads
+    from a micro-step to the next."""
+    counts = []
+    for layers in (3, 5, 100):
+        graph = by_micro_step(micro_batches, budget_bytes=layers * LAYER_BYTES)
+        counts.append(len(graph.transfers(name="gather")))
+        held = simulate_memory(graph, fuses=False).transfers_bytes
+        assert held <= layers * LAYER_BYTES
+        forward = graph.transfers(name="gather", phase=Phase.FORWARD)
+        assert "layers.1" not in {t.stamp.layer for t in forward if t.stamp.micro_step}
+        assert "layers.5" not in gathers(graph, Phase.BACKWARD)
+    assert sorted(counts, reverse=True) == counts
+    assert len({*counts}) == 3
+    assert counts[0] < len(by_micro_step(micro_batches, keep=False).transfers(name="gather"))
+
+
+def test_one_copy_instead_of_several() -> None:
+    """Where compute hides every gather, the one that is kept holds less than those on their way."""
+    options = {"bucket": {"min_bytes": 0}, "cost": {"cluster": "dgx_h100"}}
+    held = {}
+    for keep in (True, False):
+        graph = pipelined.scheduled(
+            0, zero=3, shards=2, micro_batches=6, options={**options, "prefetch": {"keep": keep}}
+        )
+        held[keep] = simulate_memory(graph, fuses=False).transfers_bytes
+    assert held[True] <= held[False]
 
 
 @settings(max_examples=25, deadline=None)

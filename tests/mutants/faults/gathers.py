@@ -119,7 +119,7 @@ FAULTS = (
     Fault(
         "what backward still reads is released in forward",
         "fxzero/schedule/keep.py",
-        "left = [node for node in tensors if node not in kept]",
+        "left = [node for node in tensors if node is not kept]",
         "left = list(tensors)",
         "verify: step that keeps parameters",
         "released its memory",
