@@ -150,9 +150,10 @@ def test_a_plan_in_which_one_micro_step_differs(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     data = copied(path, MANY)
     order = only_graph(data)["prefetch"]["order"]
-    place = order.index("layers.1 forward #4")
-    assert [name.split(".")[0] for name in order[place - 2 : place]] == ["gather", "reduce"]
-    order[place - 1], order[place - 2] = order[place - 2], order[place - 1]
+    place = order.index("join reduce.backward.12")  # of the fourth micro-step
+    assert order.index("layers.0 forward #4") < place < order.index("layers.0 forward #5")
+    assert order[place + 1] == "reduce.backward.13"
+    order[place], order[place + 1] = order[place + 1], order[place]
     with pytest.raises(ConfigError, match=r"its graph holds 5 micro-steps.*Order every micro-step"):
         replayed(path, data, **LONG)
 
