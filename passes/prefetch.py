@@ -8,8 +8,8 @@ over the whole step orders them for the shortest simulated time within a budget 
 orders that are about as fast, the one that holds least (`fxzero.schedule.search`). With
 `distance`, gathers run a fixed number of buckets ahead instead. Where the budget allows and it
 is faster, backward reads what forward gathered, and the next micro-step what this one did
-(`fxzero.schedule.keep`). What follows a reduce
-(the sum over micro-steps, the update) runs as soon as it can, between two runs of compute.
+(`fxzero.schedule.keep`). What follows a reduce (the sum over micro-steps, the update) runs as soon
+as it can, between two runs of compute.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from fxzero.inspect.capture import Capture
 from fxzero.pipeline.tables import Action, Table, Work
 from fxzero.schedule.stages import Stage, states_of
 
-_LAST_WORK = (Work.BACKWARD, Work.WEIGHT_GRADIENTS)
+_MAKES = (Work.BACKWARD, Work.WEIGHT_GRADIENTS)
 """What makes gradients of parameters."""
 _READS = (Work.FORWARD, Work.BACKWARD, Work.INPUT_GRADIENTS)
 """What reads parameters."""
@@ -85,12 +85,12 @@ class ZeroInside:
         self, compute_us: Callable[[Action], float], stages: Sequence[Stage], table: Table
     ) -> Callable[[Action], float]:
         """What actions take with the transfers beside their compute."""
-        last = {action.stage: action for row in table.ranks for action in row if _makes_all(action)}
+        last = {a.stage: a for row in table.ranks for a in row if a.work in _MAKES}
 
         def action_us(action: Action) -> float:
             share = stages[action.stage].num_parameters / self.num_parameters
             transfers = [self.gather] if self._gathers(action) else []
-            if _makes_all(action) and (self.zero >= 2 or last[action.stage] == action):
+            if action.work in _MAKES and (self.zero >= 2 or last[action.stage] == action):
                 transfers.append(self.reduce)
             wire_us = share * sum(cost.wire_us for cost in transfers)
             host_us = share * sum(cost.host_us for cost in transfers)
@@ -102,11 +102,6 @@ class ZeroInside:
         if self.zero == 3:
             return action.work in _READS
         return self.zero > 0 and action.work is Work.FORWARD and action.micro_step == 0
-
-
-def _makes_all(action: Action) -> bool:
-    """Whether gradients of parameters are made by an action, those of all of them."""
-    return action.work in _LAST_WORK
 
 
 def _once(transfers: Iterable[TransferNodes]) -> list[TransferNodes]:

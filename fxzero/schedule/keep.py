@@ -94,7 +94,7 @@ def keepable(graph: StepGraph, transfers: Sequence[TransferNodes]) -> list[Round
 
 def bytes_of(rounds: Iterable[Round]) -> int:
     """The most that is held if all of these are kept."""
-    parts = {stamp_of(p).params[0]: p for round in rounds for t in round for p in t.parts}
+    parts = {stamp_of(p).params[0]: p for every in rounds for t in every for p in t.parts}
     return sum(num_bytes(part) for part in parts.values())
 
 

@@ -18,7 +18,11 @@ from fxzero.graph.stamps import stamp_of
 from fxzero.graph.steady import find_loop
 from fxzero.graph.verify import verify
 from fxzero.passes import Bucket, Context, Fact, Notes, Prefetch, prefetch
+from fxzero.passes.prefetch import choose, default_budget
 from fxzero.schedule.followers import readers
+from fxzero.schedule.inventory import Inventory
+from fxzero.schedule.keep import keepable
+from fxzero.schedule.problem import problem_of
 from fxzero.schedule.simulate import simulate_memory
 from tests.passes import pipelined
 from tests.stepping import chain_of, step_graph
@@ -153,15 +157,30 @@ def test_a_budget_says_how_much_is_kept(micro_batches: int) -> None:
 
 
 def test_one_copy_instead_of_several() -> None:
-    """Where compute hides every gather, the one that is kept holds less than those on their way."""
-    options = {"bucket": {"min_bytes": 0}, "cost": {"cluster": "dgx_h100"}}
-    held = {}
+    """Where a stage is one bucket, the one that is kept holds less than those on their way."""
+    held, count = {}, {}
     for keep in (True, False):
-        graph = pipelined.scheduled(
-            0, zero=3, shards=2, micro_batches=6, options={**options, "prefetch": {"keep": keep}}
-        )
+        options = {"cost": {"cluster": "dgx_h100"}, "prefetch": {"keep": keep}}
+        graph = pipelined.scheduled(0, zero=3, shards=2, micro_batches=6, options=options)
         held[keep] = simulate_memory(graph, fuses=False).transfers_bytes
-    assert held[True] <= held[False]
+        count[keep] = len(graph.transfers(name="gather"))
+    assert held[True] < held[False]
+    assert count == {True: 1, False: 12}
+
+
+def test_one_copy_where_compute_hides_every_gather() -> None:
+    """Nothing could be faster than the first order, and one that keeps all holds less."""
+    graph = pipelined.scheduled(
+        0, zero=3, shards=2, micro_batches=6, options={"prefetch": {"keep": False}}
+    )
+    inventory = Inventory(graph, by_mm(1000, 1), cut=False, fuses=False)
+    candidates = keepable(graph, inventory.transfers)
+    budget_bytes = default_budget(problem_of(inventory).graph)
+    chosen = choose(inventory, candidates, budget_bytes)
+    without = choose(inventory, [], budget_bytes)
+    assert len(chosen.kept) == len(candidates) > 0
+    assert chosen.found.replay.peak_bytes < without.found.replay.peak_bytes
+    assert chosen.found.replay.makespan_us <= 1.03 * without.found.replay.makespan_us
 
 
 @settings(max_examples=25, deadline=None)
