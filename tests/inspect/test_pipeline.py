@@ -27,7 +27,7 @@ from fxzero.inspect.pipeline import MicroStep, PipelineReport, as_pipeline, micr
 from fxzero.inspect.trace import pipeline_trace
 from fxzero.inspect.zero_inside import ZeroInside
 from fxzero.pipeline.schedules import table_of
-from fxzero.pipeline.tables import TABLES
+from fxzero.pipeline.tables import TABLES, Action, Work
 from fxzero.schedule.stages import Operators, Order
 from fxzero.sharding.pipeline import StagesWanted
 from tests.tiers import exhaustive
@@ -259,6 +259,19 @@ def test_zero_inside_of_stages_takes_time_and_memory() -> None:
             on_way += min(3 * inside.bucket_bytes, full) if zero == 3 else 0
             held = found[zero].peak_bytes[place] - found[zero].in_flight[place] * stage.saved_bytes
             assert held == pytest.approx(states * full + on_way, rel=0.02), (zero, place)
+        stages = found[zero].found.stages
+        moves_us = inside.beside(lambda action: 0.0, stages, table_of("1f1b", 2, 4))
+        share = stages[1].num_parameters / inside.num_parameters
+        gather_us, reduce_us = share * inside.gather.wire_us, share * inside.reduce.wire_us
+        for micro_step in range(4):
+            first, last = micro_step == 0, micro_step == 3
+            gathers = {0: 0, 1: first, 2: first, 3: 1}[zero], {3: 1}.get(zero, 0)
+            reduces = 1 if zero >= 2 else last
+            forward, backward = (
+                moves_us(Action(1, work, micro_step)) for work in (Work.FORWARD, Work.BACKWARD)
+            )
+            assert forward == pytest.approx(gathers[0] * gather_us)
+            assert backward == pytest.approx(gathers[1] * gather_us + reduces * reduce_us)
     assert step_us[3] > step_us[2] > step_us[1]
     assert step_us[1] == pytest.approx(step_us[0], rel=0.2)
     wire_us = {zero: step_us[zero] - step_us[1] for zero in (2, 3)}
