@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from fxzero.errors import BatchError, ConfigError, FxZeroError, FxZeroWarning
-from fxzero.inspect.target import raised_at
+from fxzero.inspect.targets import raised_at
 
 FAILED = 1
 WRONG_USE = 2

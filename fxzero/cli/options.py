@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
+import typer
+
 from fxzero.compiler.config import Config
 from fxzero.settings import fields_of
 
@@ -77,3 +79,12 @@ def field_documents(kind: type) -> dict[str, str]:
         ):
             found[field.target.id] = inspect.cleandoc(after.value.value)
     return found
+
+
+def options() -> None:
+    """Print every setting of the compiler as YAML: its default, and what it does.
+
+    The same names are taken by torch.compile(..., backend="fxzero", options={...}), by
+    fxzero.compile_step(..., options={...}), by `fxzero inspect --options` as JSON, and by Hydra.
+    """
+    typer.echo(options_yaml(), nl=False)

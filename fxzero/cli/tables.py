@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from rich.console import Console
 from rich.markup import escape
 from rich.syntax import Syntax
@@ -10,6 +12,8 @@ from rich.table import Table
 from fxzero.errors import ConfigError, nearest
 from fxzero.graph.pieces import Piece
 from fxzero.inspect import Analysis, Capture, MemoryReport, ScheduleRow
+from fxzero.inspect.estimate import Estimate, StageEstimate
+from fxzero.inspect.formulas import DeepSpeedRow
 from fxzero.inspect.pipeline import PipelineReport
 
 
@@ -141,6 +145,89 @@ def print_pipeline(console: Console, report: PipelineReport) -> None:
             highlight=False,
         )
     console.print(report.picture, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_estimate(console: Console, found: Estimate) -> None:
+    """A column a ZeRO stage."""
+    fed = found.batch if found.micro_batches == 1 else f"{found.batch}, {found.micro_batches} parts"
+    console.print(
+        f"{escape(found.target)}: {found.num_parameters:,} parameters, {found.world_size} ranks of "
+        f"{found.cluster} ({found.device}, {size(found.device_memory_bytes)}), computed in "
+        f"{found.param_dtype}\neach rank's batch: {escape(fed)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table("of each rank", *(f"ZeRO-{zero}" for zero in found.stages))
+    for column in range(1, 1 + len(found.stages)):
+        table.columns[column].justify = "right"
+    stages = list(found.stages.values())
+    table.add_row("model states", *(size(s.model_state_bytes) for s in stages))
+    table.add_row("  parameters", *(size(s.states.parameter_bytes) for s in stages))
+    table.add_row("  gradients", *(size(s.states.gradient_bytes) for s in stages))
+    table.add_row("  optimizer state", *(size(s.states.optimizer_bytes) for s in stages))
+    table.add_row("peak in a step", *(size(s.peak_bytes) for s in stages))
+    kinds = dict.fromkeys(kind for s in stages for kind in s.bytes_by_kind)
+    for kind in kinds:
+        named = "  of it " + kind.replace("_", " ")
+        table.add_row(named, *(size(s.bytes_by_kind.get(kind, 0)) for s in stages))
+    for name, held in (("on the host", "host_bytes"), ("on disk", "disk_bytes")):
+        if any(getattr(s, held) for s in stages):
+            table.add_row(name, *(size(getattr(s, held)) for s in stages))
+    table.add_row("fits", *("yes" if s.fits else "no" for s in stages))
+    table.add_row("sent in a step", *(size(s.traffic_bytes) for s in stages))
+    table.add_row("step", *(f"{s.step_ms:,.1f} ms" for s in stages))
+    table.add_row("  waiting for transfers", *(f"{s.exposed_ms:,.1f} ms" for s in stages))
+    table.add_row("MFU", *(f"{s.mfu:.1%}" for s in stages))
+    table.add_row("all ranks", *map(_rate, stages))
+    console.print(table)
+    if found.suggestion:
+        console.print(escape(found.suggestion), highlight=False, soft_wrap=True)
+
+
+def _rate(stage: StageEstimate) -> str:
+    """What all ranks read in a second."""
+    if stage.tokens_per_s is None:
+        return f"{stage.samples_per_s:,.1f} rows/s"
+    return f"{stage.tokens_per_s:,.0f} tokens/s"
+
+
+def print_formulas(
+    console: Console,
+    num_parameters: float,
+    world_size: int,
+    paper: Mapping[int, float],
+    deepspeed: Sequence[DeepSpeedRow],
+) -> None:
+    """Model states by the ZeRO paper's formulas, and by DeepSpeed's; in GB of 10⁹ bytes, as they
+    have them."""
+    console.print(
+        f"{num_parameters:,.0f} parameters, mixed precision with Adam, {world_size} ranks: model "
+        "states by the formulas of the ZeRO paper. Activations, what is gathered and temporaries "
+        "come on top: estimate a model for those.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table("", *(f"ZeRO-{zero}" for zero in paper))
+    table.add_row("GB a rank", *(f"{num_bytes / 1e9:,.3g}" for num_bytes in paper.values()))
+    console.print(table)
+    if not deepspeed:
+        return
+    table = Table("DeepSpeed", "optimizer", "parameters", "zero.Init", "GB a device", "GB a host")
+    for row in deepspeed:
+        table.add_row(
+            f"ZeRO-{row.zero}",
+            "host" if row.offload_optimizer else "device",
+            "host" if row.offload_params else "device",
+            "" if row.zero_init is None else ("yes" if row.zero_init else "no"),
+            *(f"{num_bytes / 1e9:,.3g}" for num_bytes in (row.device_bytes, row.host_bytes)),
+        )
+    console.print(table)
+    console.print(
+        "as its estimators have it: no activations, no buckets, no temporaries, no fragmentation; "
+        "1.5 times what is on the host",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _rungs_table(report: MemoryReport) -> Table:

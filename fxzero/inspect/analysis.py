@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fxzero.compiler.compilation import Compilation
 from fxzero.compiler.run import PassRecord
+from fxzero.cost.flops import model_flops
 from fxzero.graph import Phase, StepGraph
 from fxzero.graph.steady import runs_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.inspect.capture import Capture
 from fxzero.inspect.memory import MemoryReport
+from fxzero.inspect.model_states import ModelStates
 from fxzero.passes.lower_regions import RegionBackend
 from fxzero.schedule.simulate import simulate, simulate_memory
 from fxzero.transfer import Pool, Transfer
@@ -48,6 +50,16 @@ class TransferRow:
     """Whether other ranks take part: a copy between pools is this rank's own."""
     runs: int = 1
     """How often it travels in a step: more than once in the micro-step that stands for others."""
+    num_ranks: int = 1
+    """How many take part."""
+
+    @property
+    def sent_bytes(self) -> float:
+        """What each rank sends in a step, and receives: (n − 1)/n of the full tensors in a ring of
+        n ranks, twice of an all-reduce."""
+        rounds = 2 if "all_reduce" in self.operator else 1
+        others = (self.num_ranks - 1) / self.num_ranks
+        return self.num_bytes * self.runs * rounds * others * self.between_ranks
 
 
 @dataclass(frozen=True)
@@ -107,6 +119,10 @@ class Analysis:
     passes: tuple[PassRow, ...]
     transfers: tuple[TransferRow, ...]
     schedules: tuple[ScheduleRow, ...] = ()
+    states: ModelStates = field(default_factory=ModelStates)
+    """What ZeRO shares out, of this rank."""
+    flops: float = 0.0
+    """Of a step on this rank: `fxzero.cost.flops`."""
     memory: tuple[MemoryReport, ...] = ()
     """Only where it was asked for."""
 
@@ -120,6 +136,7 @@ class Analysis:
         reports = [MemoryReport.of(i, c) for i, c in enumerate(capture.compilations) if memory]
         passes, transfers = [], []
         rows = [ScheduleRow.of(i, c) for i, c in enumerate(capture.compilations)]
+        graphs = [c.joint for c in capture.compilations if c.joint is not None]
         for number, compilation in enumerate(capture.compilations):
             passes += [_pass_row(number, record) for record in compilation.records]
             if compilation.joint is not None:
@@ -131,6 +148,8 @@ class Analysis:
             passes=tuple(passes),
             transfers=tuple(transfers),
             schedules=tuple(row for row in rows if row is not None),
+            states=ModelStates.of(graphs, capture.trained),
+            flops=sum(map(model_flops, graphs)),
             memory=tuple(report for report in reports if report is not None),
         )
 
@@ -156,6 +175,11 @@ class Analysis:
             for row in self._moved()
         )
 
+    def sent_bytes(self) -> float:
+        """What each rank sends to others in a step, and receives: parameters, gradients, the norm's
+        number and what the model sends by itself."""
+        return sum(row.sent_bytes for row in self.transfers)
+
     def num_bytes(self, lane: str) -> int:
         """Bytes that one lane moves in a step, a norm's single number included; of ``h2d`` and
         ``d2h``, ``read`` and ``write`` what moves between this rank's pools."""
@@ -170,6 +194,7 @@ class Analysis:
             "wire_elements": self.wire_elements(),
             "gathered_bytes": self.num_bytes("gather"),
             "reduced_bytes": self.num_bytes("reduce"),
+            "sent_bytes": self.sent_bytes(),
             "uploaded_bytes": self.num_bytes("h2d"),
             "downloaded_bytes": self.num_bytes("d2h"),
         }
@@ -207,6 +232,7 @@ def _transfer_row(number: int, graph: StepGraph, transfer: TransferNodes) -> Tra
         num_bytes=record.full_bytes,
         between_ranks=not transfer.is_copy,
         runs=runs_of(graph, stamp),
+        num_ranks=record.size,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from fxzero.compiler.compilation import Compilation, observers
 from fxzero.compiler.config import Config
 from fxzero.compiler.plan import Plan
 from fxzero.errors import CaptureError, ConfigError
-from fxzero.inspect.target import Batch, model_and_batch
+from fxzero.inspect.targets import DEFAULT_ROWS, Batch, Sizes, model_and_batch
 from fxzero.regions.region import regions_to_look_at
 from fxzero.sharding.precision import Precision
 from fxzero.sharding.shard import shard
@@ -38,6 +38,10 @@ class Capture:
     num_parameters: int
     world_size: int
     zero: int
+    batch: Batch = field(default_factory=Batch)
+    """What the model was called with, on each rank: shapes without values."""
+    trained: frozenset[str] = frozenset()
+    """The names of parameters that require a gradient."""
 
     def plan(self, settings: Config) -> Plan:
         """What was decided for its graphs, to be written and replayed."""
@@ -91,6 +95,8 @@ def capture(
     world_size: int,
     rank: int = 0,
     batch_size: int | None = None,
+    seq_len: int | None = None,
+    inputs: str | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     offload: bool = False,
@@ -103,9 +109,11 @@ def capture(
     """Compile one step of a model for `world_size` ranks.
 
     Args:
-        build: returns a module that has ``example_inputs(batch_size)``, or a pair of a
-            module and its inputs: see `fxzero.inspect.target`. It runs on fake tensors.
-        batch_size: passed to ``example_inputs``; the default is 2 for each micro-batch.
+        build: returns a module, or a pair of a module and its inputs: see
+            `fxzero.inspect.targets`. It runs on fake tensors.
+        batch_size: rows of this rank's batch; the default is 2 for each micro-batch.
+        seq_len: tokens of each row; the default is the model's.
+        inputs: all of them by hand: `fxzero.inspect.targets.batches.parse`.
         offload: keep shards in the host's memory, as ``fxzero.shard(offload=True)`` does.
         options: the backend's. Regions are formed, and not compiled: nothing will run.
         training: also compile backward, from the model's loss: a scalar output, its
@@ -121,15 +129,14 @@ def capture(
         BatchError: a batch that does not divide by the number of micro-batches.
     """
     settings = Config.from_options({} if options is None else options)
-    if batch_size is None and micro_batches > 1:
-        batch_size = 2 * micro_batches
     reset_dynamo()
     with fake_ranks(world_size, rank):
         mesh = init_device_mesh("cpu", (world_size,))
         with _compat.fake_tensors(), regions_to_look_at(), _observed() as compilations:
-            model, batch = _built(build, batch_size, micro_batches)
+            model, batch = _built(build, Sizes(batch_size, seq_len, inputs), micro_batches)
             check_memory(model, batch)
             num_parameters = sum(p.numel() for p in model.parameters())
+            trained = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
             shard(
                 model,
                 zero,
@@ -143,17 +150,15 @@ def capture(
             else:
                 _run(model, batch, training, settings)
     reset_dynamo()
-    return Capture(tuple(compilations), num_parameters, world_size, zero)
+    return Capture(tuple(compilations), num_parameters, world_size, zero, batch, trained)
 
 
-def _built(
-    build: Callable[[], Any], batch_size: int | None, micro_batches: int
-) -> tuple[nn.Module, Batch]:
+def _built(build: Callable[[], Any], sizes: Sizes, micro_batches: int) -> tuple[nn.Module, Batch]:
     """The model and its batch; a size that nobody asked for is not held against the factory."""
     built = build()
-    own = not isinstance(built, nn.Module)
-    implied = micro_batches > 1 and batch_size == 2 * micro_batches
-    return model_and_batch(built, None if own and implied else batch_size)
+    if sizes.rows is None and micro_batches > 1 and isinstance(built, nn.Module):
+        sizes = replace(sizes, rows=DEFAULT_ROWS * micro_batches)
+    return model_and_batch(built, sizes)
 
 
 def check_memory(model: nn.Module, batch: Batch) -> None:

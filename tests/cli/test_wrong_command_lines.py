@@ -86,7 +86,7 @@ WRONG_USE: list[tuple[tuple[str, ...], str]] = [
     (("tests.targets:returns_number_inputs",), "found int for the model's inputs"),
     (("tests.targets:returns_text_inputs",), "found str for the model's inputs"),
     (("tests.targets:returns_numbered_dict",), "a dict of inputs has names, not 0"),
-    (("tests.targets:has_no_batch",), "Net has no example_inputs(batch_size)"),
+    (("tests.targets:has_no_batch",), "no layer of it says what it reads"),
     (("tests.targets:bad_batches",), "BadBatches.example_inputs(2) raised ZeroDivisionError"),
     (("tests.targets:fixed_batches",), "takes 1 positional argument but 2 were given"),
     (("tests.targets:number_batches",), "found int for the model's inputs"),

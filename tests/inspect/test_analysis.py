@@ -88,6 +88,7 @@ def test_json() -> None:
         "wire_elements": 3 * P,
         "gathered_bytes": 8 * P,
         "reduced_bytes": 4 * P,
+        "sent_bytes": 3 * 4 * P * 7 / 8,
         "uploaded_bytes": 0,
         "downloaded_bytes": 0,
     }

@@ -120,7 +120,7 @@ def test_the_rank_must_be_in_the_world(rank: int) -> None:
 @pytest.mark.parametrize(
     ("built", "message"),
     [
-        (lambda: nn.Linear(2, 2), "Linear has no example_inputs"),
+        (lambda: nn.ReLU(), "no batch can be made for ReLU"),
         (lambda: 3, "the factory returned int; it must return a module, or"),
         (lambda: (nn.Linear(2, 2),), "the factory returned tuple"),
     ],

@@ -1,0 +1,185 @@
+"""What several commands take: options, and checks of them before anything takes time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from fxzero.compiler.config import Config
+from fxzero.compiler.pipelines import loop_passes, step_passes
+from fxzero.errors import ConfigError, nearest
+
+DEFAULT_WORLD_SIZE = 8
+MOST_RANKS = 1 << 20
+
+
+class Dtype(StrEnum):
+    """Dtypes by their torch names."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+def dtype_of(named: Dtype | None) -> torch.dtype | None:
+    """torch's."""
+    return getattr(torch, named.value) if named else None
+
+
+TARGET_HELP = (
+    "The model. A function without arguments that makes it, package.module:factory or "
+    "file.py:factory, which returns a module or (module, inputs); a preset (gpt-1t, llama3-8b, …); "
+    "or a configuration of transformers (hf:llama, hf:config.json, hf:org/name)."
+)
+BatchOption = Annotated[
+    int | None,
+    typer.Option(
+        "--batch-size",
+        "--batch",
+        min=1,
+        help="Rows of each rank's batch. Default: 2 for each micro-batch.",
+    ),
+]
+SeqLenOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens of each row. Default: as many as the model was made for."),
+]
+InputsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="What to call the model with: 'ids=int64[B,S]<50257, x=float32[B,3,224,224]', "
+        "with B for --batch-size and S for --seq-len. Default: its example_inputs(batch_size), the "
+        "factory's own, or by the names of its forward's arguments."
+    ),
+]
+ParamDtypeOption = Annotated[
+    Dtype | None,
+    typer.Option(
+        help="Dtype to gather and compute in. Default: bfloat16 of presets, what a configuration "
+        "of transformers says, else that of the parameters."
+    ),
+]
+ReduceDtypeOption = Annotated[
+    Dtype | None,
+    typer.Option(help="Dtype that gradients travel in. Default: the one computed in."),
+]
+OptionsOption = Annotated[
+    str,
+    typer.Option(
+        help="""Settings of the compiler as JSON: '{"prefetch": {"distance": 2}}'. """
+        "`fxzero options` lists them."
+    ),
+]
+TracebackOption = Annotated[
+    bool, typer.Option("--traceback", help="Show an error's traceback, and what torch logs.")
+]
+
+
+def console() -> Console:
+    """Where tables go: a pipe has no width, and what may be searched is not folded."""
+    found = Console()
+    return found if found.is_terminal else Console(width=200)
+
+
+def mesh_of(text: str | None, world_size: int) -> tuple[int, int]:
+    """Of ``4x2``: ranks of the pipeline, and ranks that share a stage; none and all without one.
+
+    Raises:
+        ConfigError: it is no such text, or the world has another size.
+    """
+    if text is None:
+        return 0, world_size
+    match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text)
+    if match is None:
+        raise ConfigError(f"--mesh {text}: write pipeline ranks x ranks of each stage, as in 4x2")
+    pipeline, shared = int(match[1]), int(match[2])
+    if world_size not in (DEFAULT_WORLD_SIZE, pipeline * shared):
+        raise ConfigError(f"--mesh {text} has {pipeline * shared} ranks, --world-size {world_size}")
+    return pipeline, shared
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """See, before anything is compiled, that a file can be written.
+
+    Raises:
+        ConfigError: it is a folder, or in none.
+    """
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(
+            f"{option} {path}: there is no folder {str(path.parent)!r}. Name a file in a folder "
+            "that exists."
+        )
+    if path is not None and path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder. Name a file in it.")
+
+
+def check_companions(wants: dict[str, tuple[bool, str, bool]]) -> None:
+    """See that each option that is used has what it means something with.
+
+    Args:
+        wants: by option, whether it is used, what it needs beside it, and whether that is so.
+
+    Raises:
+        ConfigError: one has no meaning here.
+    """
+    for option, (used, needed, given) in wants.items():
+        if used and not given:
+            raise ConfigError(f"{option} has a meaning only with {needed}")
+
+
+def settings_of(text: str, cluster: str | None, keep_text: bool) -> Config:
+    """The compiler's settings, of ``--options`` and ``--cluster``.
+
+    Raises:
+        ConfigError: they are no settings, or contradict each other.
+    """
+    values = read_json(text)
+    if cluster is not None:
+        cost = values.get("cost", {})
+        own = cost.get("cluster", cluster) if isinstance(cost, dict) else cluster
+        if own != cluster:
+            raise ConfigError(f"--cluster {cluster} and --options' cost.cluster={own!r} differ")
+        if isinstance(cost, dict):
+            values["cost"] = {**cost, "cluster": cluster}
+    if keep_text:
+        values["keep_text"] = True
+    return Config.from_options(values)
+
+
+def read_json(text: str) -> dict[str, Any]:
+    """A JSON object whose keys stand there once."""
+
+    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(f"--options={text!r} sets {', '.join(twice)} twice")
+        return dict(pairs)
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"--options={text!r} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"--options={text!r} must be a JSON object")
+    return value
+
+
+def check_pass(name: str, config: Config, step: bool) -> None:
+    """See that a pass of that name will run.
+
+    Raises:
+        ConfigError: none does.
+    """
+    pipelines = step_passes(config) if step else loop_passes(config)
+    known = {p.name for p in (*pipelines.scheduling, *pipelines.lowering)}
+    if name not in known:
+        raise ConfigError(f"--diff: no pass {name!r} runs here: {nearest(name, known)}")

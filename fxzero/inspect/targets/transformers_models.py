@@ -1,0 +1,111 @@
+"""Models of transformers by their configuration: no weights, no network, and no code of theirs.
+
+hf:llama                  a kind of model, in the size that its configuration has by default
+hf:path/to/config.json    a configuration, or the folder of one
+hf:org/name               one that has been downloaded before: only its config.json is read
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxzero.errors import ConfigError, nearest
+from fxzero.inspect.targets.calls import asked
+from fxzero.inspect.targets.presets import Preset
+
+PREFIX = "hf:"
+
+
+def build(config: Any) -> nn.Module:
+    """The model of a configuration, with the head that it was trained with, in train mode."""
+    import transformers
+
+    named = (getattr(config, "architectures", None) or [None])[0]
+    kind = getattr(transformers, named, None) if isinstance(named, str) else None
+    if kind is not None:
+        made = asked(lambda: kind(config), f"{named}(config)")
+    else:
+        auto: Any = transformers.AutoModelForCausalLM
+        if type(config) not in auto._model_mapping:
+            auto = transformers.AutoModel
+        made = asked(lambda: auto.from_config(config), f"{auto.__name__}.from_config(config)")
+    model: nn.Module = made
+    return model.train()
+
+
+def of_preset(preset: Preset) -> nn.Module:
+    """A model that is meant by a name."""
+    transformers = imported()
+    config = getattr(transformers, preset.config)(**preset.settings)
+    config.architectures = [preset.model]
+    return build(config)
+
+
+def config_of(name: str) -> Any:
+    """The configuration that is meant by what follows ``hf:``.
+
+    Raises:
+        ConfigError: there is none, here and now; the message says how to get one.
+    """
+    transformers = imported()
+    path = Path(name)
+    if name.endswith(".json") or path.is_dir():
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise ConfigError(f"{PREFIX}{name}: there is no file {str(file)!r} in {Path.cwd()}")
+        return _read(transformers, str(file))
+    kinds = transformers.CONFIG_MAPPING
+    if name in kinds:
+        return asked(lambda: kinds[name](), f"{kinds[name].__name__}()")
+    if name.count("/") != 1:
+        raise ConfigError(
+            f"{PREFIX}{name}: transformers has no kind of model {name!r}: {nearest(name, kinds)}. "
+            "Or name a config.json, its folder, or org/name of one that was downloaded."
+        )
+    return _read(transformers, name)
+
+
+def imported() -> Any:
+    """transformers.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ConfigError(
+            "this model is one of transformers, which is not installed: pip install 'fxzero[hf]'"
+        ) from None
+    return transformers
+
+
+def _read(transformers: Any, name: str) -> Any:
+    # Code that came with a configuration is not run, and nobody is asked about it.
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            name, local_files_only=True, trust_remote_code=False
+        )
+    except OSError:
+        raise ConfigError(
+            f"{PREFIX}{name} was not downloaded, and nothing is fetched here. Get its shape alone, "
+            f"no weights: hf download {name} config.json"
+        ) from None
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{PREFIX}{name} is no configuration that can be read: {reason}"
+        ) from None
+
+
+def compute_dtype(config: Any) -> torch.dtype | None:
+    """What a configuration says its model computes in, where that is less than float32."""
+    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    return found if found in (torch.bfloat16, torch.float16) else None

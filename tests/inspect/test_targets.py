@@ -1,0 +1,202 @@
+"""Presets, configurations of transformers, and batches that nobody wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxzero.errors import ConfigError
+from fxzero.inspect.targets import Sizes, load, model_and_batch
+from fxzero.inspect.targets.presets import PRESETS
+
+BILLIONS = {
+    "gpt-lite": 0.125,
+    "gpt2-1.5b": 1.56,
+    "minigpt-1.7b": 1.86,
+    "minigpt-12.8b": 13.3,
+    "minigpt-45b": 45.5,
+    "gpt-7.5b": 7.5,
+    "gpt-128b": 127.7,
+    "gpt-1t": 1008.0,
+    "llama3-8b": 8.03,
+    "llama3-70b": 70.55,
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_as_large_as_their_names_say(name: str) -> None:
+    """On the meta device, where they take no memory."""
+    with torch.device("meta"):
+        model = load(name).build()
+    billions = sum(p.numel() for p in model.parameters()) / 1e9
+    assert billions == pytest.approx(BILLIONS[name], rel=0.01)
+    assert model.training
+
+
+def batch_text(model: Any, *sizes: Any, **named: Any) -> str:
+    """The batch of a model, as it is shown."""
+    return model_and_batch(model, Sizes(*sizes, **named))[1].text()
+
+
+def test_a_configuration_of_transformers(tmp_path: Path) -> None:
+    """A kind of model, a file, a folder; with the head and the dtype that it says."""
+    config = {
+        "model_type": "bert",
+        "architectures": ["BertForSequenceClassification"],
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "vocab_size": 100,
+        "num_labels": 3,
+        "dtype": "bfloat16",
+    }
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    for name in (f"hf:{file}", f"hf:{tmp_path}"):
+        target = load(name)
+        assert target.param_dtype is torch.bfloat16
+        model = target.build()
+        assert type(model).__name__ == "BertForSequenceClassification"
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert batch_text(model, 3, 16) == "input_ids=int64[3,16], labels=int64[3]"
+    with torch.device("meta"):
+        assert type(load("hf:llama").build()).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("hf:lama", "did you mean 'llama'"),
+        ("hf:nobody/nothing-like-it", "hf download nobody/nothing-like-it config.json"),
+        ("hf:no/such/config.json", "there is no file"),
+        ("nothing", "is no preset"),
+    ],
+)
+def test_targets_that_there_are_not(name: str, words: str) -> None:
+    """Said with what to do."""
+    with pytest.raises(ConfigError, match=words):
+        load(name)
+
+
+def test_a_configuration_that_is_none(tmp_path: Path) -> None:
+    """Cut short, of another kind, or with code of its own, which is not run."""
+    file = tmp_path / "config.json"
+    for text in ('{"model_type": "ll', '{"model_type": "no_such"}', "[]"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"is no configuration that can be read|downloaded"):
+            load(f"hf:{file}")
+    marker = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"open({str(marker)!r}, 'w')")
+    file.write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}')
+    with pytest.raises(ConfigError):
+        load(f"hf:{tmp_path}")
+    assert not marker.exists()
+
+
+class Words(nn.Module):
+    """Reads ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 8)
+        self.head = nn.Linear(8, 50)
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+        """(B, S) to a loss."""
+        logits = self.head(self.table(idx))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())  # type: ignore[union-attr]
+
+
+class Two(nn.Module):
+    """Reads two things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        """(B, 4) twice."""
+        return self.layer(x) + context
+
+
+def test_batches_by_a_signature() -> None:
+    """Ids for an embedding, images for a convolution, rows for a matrix."""
+    assert batch_text(Words(), 3, 5) == "idx=int64[3,5], targets=int64[3,5]"
+    assert batch_text(nn.Linear(7, 2), 4) == "input=float32[4,7]"
+    assert batch_text(nn.Conv2d(3, 4, 3)) == "input=float32[2,3,224,224]"
+    assert batch_text(nn.LSTM(6, 8, batch_first=True), 2, 9) == "input=float32[2,9,6]"
+
+
+def test_batches_of_transformers() -> None:
+    """Decoders, encoders with decoders, images, sound."""
+    import transformers as hf
+
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small["intermediate_size"] = 64
+    t5 = {"d_model": 32, "num_layers": 1, "num_heads": 2, "d_kv": 16, "d_ff": 32, "vocab_size": 90}
+    models = {
+        hf.ViTForImageClassification(hf.ViTConfig(**small, image_size=32, patch_size=8)): (
+            "pixel_values=float32[2,3,32,32], labels=int64[2]"
+        ),
+        hf.T5ForConditionalGeneration(hf.T5Config(**t5)): (
+            "input_ids=int64[2,16], labels=int64[2,16], decoder_input_ids=int64[2,16], "
+            "use_cache=False"
+        ),
+        hf.T5Model(hf.T5Config(**t5)): (
+            "input_ids=int64[2,16], decoder_input_ids=int64[2,16], use_cache=False"
+        ),
+        hf.BertForQuestionAnswering(hf.BertConfig(**small, vocab_size=90)): (
+            "input_ids=int64[2,16], start_positions=int64[2], end_positions=int64[2]"
+        ),
+    }
+    for model, expected in models.items():
+        reads_tokens = "input_ids" in expected
+        assert batch_text(model, 2, 16 if reads_tokens else None) == expected
+
+
+def test_batches_by_hand() -> None:
+    """Named and positional, with sizes that are said elsewhere."""
+    text = "float32[B,4], context=float32[B,4]"
+    model, batch = model_and_batch(Two(), Sizes(5, None, text))
+    assert batch.text() == text.replace("B", "5")
+    assert model(*batch.args, **batch.kwargs).shape == (5, 4)
+    _, ids = model_and_batch(Words(), Sizes(2, 3, "idx=int64[B,S]<50, targets=int32[B,S]<50"))
+    assert ids.text() == "idx=int64[2,3], targets=int32[2,3]"
+    assert ids.num_tokens == 6
+    assert max(int(t.max()) for t in ids.tensors) < 50
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "words"),
+    [
+        (Two(), Sizes(), "of which more than one could be anything"),
+        (nn.ReLU(), Sizes(), "no layer of it says what it reads"),
+        (nn.Linear(7, 2), Sizes(seq_len=3), "reads no rows of tokens"),
+        (Two(), Sizes(inputs="x=float32[2"), "is no input"),
+        (Two(), Sizes(inputs="x=float33[2]"), "torch has no dtype"),
+        (Two(), Sizes(inputs="x=float32[B,S]"), "say it by --seq-len"),
+        (Two(), Sizes(inputs="x=float32[B,Q]"), "has a size 'Q'"),
+        (Two(), Sizes(inputs="x=float32[2]<4"), "only whole numbers"),
+        (Two(), Sizes(inputs="x=int64[2]<0"), "nothing is below"),
+        (Two(), Sizes(inputs="x=int64[2], x=int64[2]"), "sets x twice"),
+        (Two(), Sizes(inputs="x=int64[2], int64[2]"), "follows one that has"),
+        (Two(), Sizes(rows=3, inputs="x=int64[2]"), "no shape of --inputs has B in it"),
+    ],
+)
+def test_batches_that_cannot_be(model: nn.Module, sizes: Sizes, words: str) -> None:
+    """Refused, with what to write instead."""
+    with pytest.raises(ConfigError, match=words):
+        model_and_batch(model, sizes)
+
+
+def test_a_guess_that_does_not_run_is_shown() -> None:
+    """With the error, and how to say it by hand."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(10, 2))
+    with pytest.raises(ConfigError, match=r"input=float32\[2,3,224,224\], raised .* --inputs"):
+        model_and_batch(model, Sizes())
