@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fxzero._compat import fake_tensors
 from fxzero.errors import ConfigError
 from fxzero.inspect.targets import Sizes, load, model_and_batch
 from fxzero.inspect.targets.presets import PRESETS
@@ -65,8 +66,23 @@ def test_a_configuration_of_transformers(tmp_path: Path) -> None:
         assert type(model).__name__ == "BertForSequenceClassification"
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert batch_text(model, 3, 16) == "input_ids=int64[3,16], labels=int64[3]"
-    with torch.device("meta"):
-        assert type(load("hf:llama").build()).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "millions"),
+    [
+        ("gpt2", "GPT2LMHeadModel", 124.4),
+        ("t5", "T5ForConditionalGeneration", 60.5),
+        ("whisper", "WhisperForConditionalGeneration", 37.8),
+        ("vit", "ViTForImageClassification", 85.8),
+    ],
+)
+def test_a_kind_of_transformers(kind: str, model: str, millions: float) -> None:
+    """The head that it is trained with, tied weights once, on tensors without values."""
+    with fake_tensors():
+        built = load(f"hf:{kind}").build()
+    assert type(built).__name__ == model
+    assert sum(p.numel() for p in built.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)
 
 
 @pytest.mark.parametrize(

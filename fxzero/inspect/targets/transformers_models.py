@@ -7,6 +7,9 @@ hf:org/name               one that has been downloaded before: only its config.j
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +24,50 @@ PREFIX = "hf:"
 
 
 def build(config: Any) -> nn.Module:
-    """The model of a configuration, with the head that it was trained with, in train mode."""
+    """The model of a configuration, with the head that it was trained with, in train mode; or with
+    one that its kind is trained with, where the configuration names none.
+
+    Its values are not set: where it is called tensors have none, and some ways to draw them read
+    what they have drawn.
+    """
     import transformers
 
     named = (getattr(config, "architectures", None) or [None])[0]
     kind = getattr(transformers, named, None) if isinstance(named, str) else None
-    if kind is not None:
-        made = asked(lambda: kind(config), f"{named}(config)")
-    else:
-        auto: Any = transformers.AutoModelForCausalLM
-        if type(config) not in auto._model_mapping:
-            auto = transformers.AutoModel
-        made = asked(lambda: auto.from_config(config), f"{auto.__name__}.from_config(config)")
+    with _without_values():
+        if kind is not None:
+            made = asked(lambda: kind(config), f"{named}(config)")
+        else:
+            auto = _head_of(transformers, config)
+            made = asked(lambda: auto.from_config(config), f"{auto.__name__}.from_config(config)")
+    made.tie_weights()  # which is part of what was left out
     model: nn.Module = made
     return model.train()
+
+
+_HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification")
+_HEADS_OF_BOTH = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
+"""Of an encoder with a decoder, whose decoder alone would be a causal language model too."""
+
+
+def _head_of(transformers: Any, config: Any) -> Any:
+    both = bool(getattr(config, "is_encoder_decoder", False))
+    for name in (*(_HEADS_OF_BOTH if both else ()), *_HEADS):
+        auto = getattr(transformers, name)
+        if type(config) in auto._model_mapping:
+            return auto
+    return transformers.AutoModel
+
+
+def _without_values() -> contextlib.AbstractContextManager[None]:
+    """What keeps transformers from initializing a model."""
+    place = "transformers.initialization"
+    if importlib.util.find_spec(place) is None:  # before transformers 5
+        place = "transformers.modeling_utils"
+    found: contextlib.AbstractContextManager[None] = importlib.import_module(
+        place
+    ).no_init_weights()
+    return found
 
 
 def of_preset(preset: Preset) -> nn.Module:
