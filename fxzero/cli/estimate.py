@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated, Any
 
 import typer
@@ -133,6 +134,8 @@ def estimate(
         if (target is None) is not of_formula:
             raise ConfigError("name a model, or its number of parameters by --params: one of both")
         if params is not None:
+            if not math.isfinite(params):
+                raise ConfigError(f"--params {params} must be a number that a model can have")
             if deepspeed and largest_layer is None:
                 raise ConfigError(
                     "--deepspeed needs --largest-layer: parameters of the largest layer, which "

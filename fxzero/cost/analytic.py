@@ -36,12 +36,13 @@ from fxzero.graph.stamps import Role, stamp_of
 from fxzero.regions.cutout import cut_out, runs
 from fxzero.transfer import Pool, Transfer, TransferKind
 
-_NAMES = {
+DTYPE_NAMES = {
     torch.float64: "fp64",
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
 }
+"""As a cluster's `peak_flops` names them."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ def _dtype_of(node: fx.Node) -> str:
     """The name of the dtype that an operator returns."""
     value = node.meta["val"]
     values = value if isinstance(value, (list, tuple)) else (value,)
-    found = (_NAMES.get(v.dtype) for v in values if isinstance(v, torch.Tensor))
+    found = (DTYPE_NAMES.get(v.dtype) for v in values if isinstance(v, torch.Tensor))
     return next((name for name in found if name), "fp32")
 
 

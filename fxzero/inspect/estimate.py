@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fxzero.compiler.config import Config
+from fxzero.cost.analytic import DTYPE_NAMES
 from fxzero.cost.cluster import ClusterSpec, load_cluster
 from fxzero.errors import CaptureError, ConfigError
 from fxzero.inspect.analysis import Analysis
@@ -22,12 +23,6 @@ from fxzero.inspect.model_states import ModelStates
 from fxzero.inspect.targets import Target
 
 EVERY_STAGE = (0, 1, 2, 3)
-_NAMES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-}
 
 
 @dataclass(frozen=True)
@@ -125,6 +120,7 @@ def estimate(
     micro_batches: int = 1,
     param_dtype: torch.dtype | None = None,
     seq_len: int | None = None,
+    inputs: str | None = None,
     options: Mapping[str, Any] | Config | None = None,
     **settings: Any,
 ) -> Estimate:
@@ -138,6 +134,7 @@ def estimate(
         micro_batches: equal parts that each rank's batch is split in.
         param_dtype: to gather and compute in.
         seq_len: tokens of a row.
+        inputs: all of them by hand.
         options: the backend's; without a cluster of their own.
         settings: further ones of `capture`.
 
@@ -147,10 +144,12 @@ def estimate(
     """
     spec = load_cluster(cluster)
     config = Config.from_options({} if options is None else options)
+    if config.cost.cluster not in (None, cluster):
+        raise ConfigError(
+            f"cluster={cluster!r} and options' cost.cluster={config.cost.cluster!r} differ"
+        )
     config = replace(config, cost=replace(config.cost, cluster=cluster))
-    dtype = target.param_dtype if param_dtype is None else param_dtype
-    inputs = settings.get("inputs")
-    length = target.seq_len if seq_len is None and inputs is None else seq_len
+    usual = target.usual(param_dtype, seq_len, inputs)
     found: dict[int, tuple[Capture, Analysis]] = {}
     for zero in dict.fromkeys(stages):
         captured = capture(
@@ -159,9 +158,8 @@ def estimate(
             world_size=world_size,
             step=True,
             micro_batches=micro_batches,
-            param_dtype=dtype,
-            seq_len=length,
             options=config,
+            **usual,
             **settings,
         )
         if len(captured.compilations) != 1:
@@ -172,7 +170,7 @@ def estimate(
         found[zero] = captured, Analysis.of(captured)
     if not found:
         raise ConfigError("no ZeRO stage was asked for")
-    return _together(target, spec, world_size, micro_batches, dtype, found)
+    return _together(target, spec, world_size, micro_batches, found)
 
 
 def _together(
@@ -180,16 +178,15 @@ def _together(
     spec: ClusterSpec,
     world_size: int,
     micro_batches: int,
-    dtype: torch.dtype | None,
     found: Mapping[int, tuple[Capture, Analysis]],
 ) -> Estimate:
     captured, analysis = next(iter(found.values()))
     batch = captured.batch
-    computed = dtype or _dtype_of(captured)
+    computed = _dtype_of(captured)
     rows = batch.num_rows or 1
     tokens = batch.num_tokens
     peak_flops = spec.device.peak_flops
-    flops_per_s = peak_flops.get(_NAMES.get(computed, "fp32"), peak_flops["fp32"])
+    flops_per_s = peak_flops.get(DTYPE_NAMES.get(computed, "fp32"), peak_flops["fp32"])
 
     def stage(zero: int, analysis: Analysis) -> StageEstimate:
         (row,) = analysis.schedules
@@ -229,7 +226,7 @@ def _together(
 
 
 def _dtype_of(captured: Capture) -> torch.dtype:
-    """That of most parameters' elements."""
+    """What most parameters' elements are computed in."""
     (compilation,) = captured.compilations
     sizes: dict[torch.dtype, int] = {}
     for spec in compilation.specs.values():

@@ -21,7 +21,7 @@ from examples.benchmarks.measure import allocated_peak_bytes
 from examples.models import gpt_bench
 from fxzero.cli.app import app
 from fxzero.cost.cluster import load_cluster
-from fxzero.errors import CaptureError, FxZeroWarning
+from fxzero.errors import CaptureError, ConfigError, FxZeroWarning
 from fxzero.inspect.estimate import Estimate, StageEstimate, estimate
 from fxzero.inspect.formulas import deepspeed_rows, paper_bytes
 from fxzero.inspect.targets import Target, load
@@ -311,6 +311,8 @@ def long_rows() -> Any:
         (("--params", "1e9", "--batch", "3"), "--batch-size has a meaning only with a model"),
         (("gpt-lite", "--deepspeed"), "--deepspeed has a meaning only with --params"),
         (("--params", "1e9", "--deepspeed"), "needs --largest-layer"),
+        (("--params", "inf"), "must be a number"),
+        (("--params", "nan"), "greater than or equal to 1"),
         (
             ("--params", "1e9", "--deepspeed", "--largest-layer", "1", "--world-size", "12"),
             "is not a whole number of nodes",
@@ -353,3 +355,9 @@ def test_the_documentation_names_every_key() -> None:
     named = {word for cell in first for word in re.findall(r"`(\w+)`", cell)}
     kinds = (Estimate, StageEstimate)
     assert named == {f.name for kind in kinds for f in fields(kind)}
+
+
+def test_a_cluster_of_the_options_own_is_not_overruled() -> None:
+    """Whose figures would it be?"""
+    with pytest.raises(ConfigError, match="differ"):
+        of(chain_of(2), world_size=2, cluster="laptop", options={"cost": {"cluster": "dgx2"}})

@@ -14,7 +14,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,11 +41,10 @@ def guessed(model: nn.Module, rows: int, seq_len: int | None) -> dict[str, Any]:
     Raises:
         ConfigError: they cannot be guessed; the message names what cannot.
     """
-    maker = _Transformers if _is_transformers(model) else _Plain
-    inputs: dict[str, Any] = maker(model, rows, seq_len).inputs()
-    if seq_len is not None and not any(
-        isinstance(value, Tensor) and seq_len in value.shape[1:] for value in inputs.values()
-    ):
+    kind = _Transformers if _is_transformers(model) else _Plain
+    maker: _Maker = kind(model, rows, seq_len)
+    inputs = maker.inputs()
+    if seq_len is not None and not maker.reads_tokens:
         raise ConfigError(
             f"seq_len={seq_len} has no effect: {type(model).__name__} reads no rows of tokens"
         )
@@ -66,7 +66,6 @@ def _try(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: it does not; the message shows what was tried.
     """
-    training = model.training
     try:
         with torch.no_grad():
             model(**inputs)
@@ -77,8 +76,6 @@ def _try(model: nn.Module, inputs: Mapping[str, Any]) -> None:
             f"arguments, {Batch((), inputs).text()}, raised {type(error).__name__} at "
             f"{raised_at(error)}: {reason[:400]}. {_BY_HAND}"
         ) from error
-    finally:
-        model.train(training)
 
 
 def _arguments(model: nn.Module) -> dict[str, inspect.Parameter]:
@@ -88,18 +85,65 @@ def _arguments(model: nn.Module) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in found if p.kind not in variadic}
 
 
-class _Transformers:
-    """What a model of transformers is trained with."""
+class _Maker:
+    """Inputs for one model, on its device and in its dtype."""
+
+    lengths: ClassVar[tuple[str, ...]]
+    """How configurations name the most tokens of a row."""
 
     def __init__(self, model: Any, rows: int, seq_len: int | None) -> None:
         self.model = model
         self.rows = rows
-        self.config: Any = model.config
-        self.text: Any = self.config.get_text_config()
         self.arguments = _arguments(model)
-        first = next(model.parameters())
-        self.device, self.dtype = first.device, first.dtype
-        self.seq_len = self._longest() if seq_len is None else seq_len
+        self.config: Any = getattr(model, "config", None)
+        self.reads_tokens = False
+        self._seq_len = seq_len
+        first = next(model.parameters(), torch.empty(0))
+        self._device, self._dtype = first.device, first.dtype
+
+    def inputs(self) -> dict[str, Any]:
+        """What its forward is called with."""
+        raise NotImplementedError
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a row; whoever asks reads rows of them."""
+        self.reads_tokens = True
+        if self._seq_len is not None:
+            return self._seq_len
+        sizes = [getattr(self.text_config, name, None) for name in self.lengths]
+        known = [size for size in sizes if isinstance(size, int) and size > 0]
+        return min([*known, DEFAULT_SEQ_LEN])
+
+    @property
+    def text_config(self) -> Any:
+        """Where it says what it can read."""
+        return self.config
+
+    def integers(self, high: int, *shape: int) -> Tensor:
+        """Whole numbers below one."""
+        return torch.randint(high, shape, device=self._device)
+
+    def floats(self, *shape: int) -> Tensor:
+        """In the parameters' dtype."""
+        return torch.randn(shape, device=self._device, dtype=self._dtype)
+
+    def refusal(self, why: str) -> ConfigError:
+        """The error that no inputs can be made."""
+        return ConfigError(
+            f"no batch can be made for {type(self.model).__name__}: {why}. {_BY_HAND} Or give the "
+            "model an example_inputs(batch_size), or let the factory return (model, inputs)."
+        )
+
+
+class _Transformers(_Maker):
+    """What a model of transformers is trained with."""
+
+    lengths = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
+
+    @property
+    def text_config(self) -> Any:
+        return self.config.get_text_config()
 
     def inputs(self) -> dict[str, Any]:
         main = self.model.main_input_name
@@ -110,7 +154,7 @@ class _Transformers:
             "input_features": self._spectrum,
         }
         if main not in makers:
-            raise self._refusal(f"it reads {main}")
+            raise self.refusal(f"it reads {main}")
         found: dict[str, Any] = {main: makers[main]()}
         both = self._get("vision_config") is not None and self._get("image_token_id") is None
         if both and "pixel_values" in self.arguments:
@@ -125,7 +169,7 @@ class _Transformers:
 
     def _labels(self) -> dict[str, Any]:
         kind = type(self.model).__name__
-        integers = self._integers
+        integers = self.integers
         classes = getattr(self.config, "num_labels", 2)
         if "start_positions" in self.arguments:
             places = integers(self.seq_len, self.rows)
@@ -142,58 +186,41 @@ class _Transformers:
             return {"labels": integers(classes, self.rows, self.seq_len)}
         if "SemanticSegmentation" in kind:
             return {"labels": integers(classes, self.rows, *self._image_size())}
-        raise self._refusal(f"what labels of {kind} are is not known")
+        raise self.refusal(f"what labels of {kind} are is not known")
 
     def _ids(self) -> Tensor:
-        return self._integers(self.text.vocab_size, self.rows, self.seq_len)
+        return self.integers(self.text_config.vocab_size, self.rows, self.seq_len)
 
     def _pixels(self) -> Tensor:
         channels = self._get("num_channels", of_images=True) or 3
-        return self._floats(self.rows, channels, *self._image_size())
+        return self.floats(self.rows, channels, *self._image_size())
 
     def _image_size(self) -> tuple[int, int]:
         size = self._get("image_size", of_images=True) or _IMAGE
         return tuple(size) if isinstance(size, (list, tuple)) else (size, size)
 
     def _wave(self) -> Tensor:
-        return self._floats(self.rows, 16000)  # a second of sound
+        return self.floats(self.rows, 16000)  # a second of sound
 
     def _spectrum(self) -> Tensor:
         bins = self._get("num_mel_bins") or 80
         frames = 2 * (self._get("max_source_positions") or 1500)  # a stride of two reads them
-        return self._floats(self.rows, bins, frames)
-
-    def _longest(self) -> int:
-        names = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
-        sizes = [getattr(self.text, name, None) for name in names]
-        known = [size for size in sizes if isinstance(size, int) and size > 0]
-        return min([*known, DEFAULT_SEQ_LEN])
+        return self.floats(self.rows, bins, frames)
 
     def _get(self, name: str, of_images: bool = False) -> Any:
         vision = getattr(self.config, "vision_config", None) if of_images else None
         return getattr(self.config if vision is None else vision, name, None)
 
-    def _integers(self, high: int, *shape: int) -> Tensor:
-        return torch.randint(high, shape, device=self.device)
 
-    def _floats(self, *shape: int) -> Tensor:
-        return torch.randn(shape, device=self.device, dtype=self.dtype)
-
-    def _refusal(self, why: str) -> ConfigError:
-        return ConfigError(
-            f"no batch can be made for {type(self.model).__name__}: {why}. {_BY_HAND}"
-        )
-
-
-class _Plain:
+class _Plain(_Maker):
     """What any other module is called with."""
 
-    def __init__(self, model: nn.Module, rows: int, seq_len: int | None) -> None:
-        self.model = model
-        self.rows = rows
-        self.arguments = _arguments(model)
-        self.first = next(self._layers(), None)
-        self.seq_len = self._longest() if seq_len is None else seq_len
+    lengths = ("block_size", "max_seq_len", "context_length", "n_positions")
+
+    @cached_property
+    def first(self) -> nn.Module | None:
+        """The layer that reads the input."""
+        return next(self._layers(), None)
 
     def inputs(self) -> dict[str, Any]:
         needed = [name for name, p in self.arguments.items() if p.default is p.empty]
@@ -201,7 +228,7 @@ class _Plain:
         read = [name for name in needed if name not in targets]
         if len(read) != 1 or len(targets) > 1:
             what = ", ".join(needed) or "nothing that is needed"
-            raise self._refusal(
+            raise self.refusal(
                 f"its forward takes {what}, of which more than one could be anything"
             )
         found = {read[0]: self._input()}
@@ -215,48 +242,24 @@ class _Plain:
     def _input(self) -> Tensor:
         match self.first:
             case nn.Embedding(num_embeddings=count):
-                return self._integers(count, self.rows, self.seq_len)
+                return self.integers(count, self.rows, self.seq_len)
             case nn.Linear(in_features=width):
-                return self._floats(self.rows, width)
+                return self.floats(self.rows, width)
             case nn.Conv1d(in_channels=channels):
-                return self._floats(self.rows, channels, self.seq_len)
+                return self.floats(self.rows, channels, self.seq_len)
             case nn.Conv2d(in_channels=channels):
-                return self._floats(self.rows, channels, _IMAGE, _IMAGE)
+                return self.floats(self.rows, channels, _IMAGE, _IMAGE)
             case nn.Conv3d(in_channels=channels):
-                return self._floats(self.rows, channels, 16, 112, 112)
-            case nn.RNNBase(input_size=width, batch_first=batch_first):
-                sizes = (self.rows, self.seq_len)
-                return self._floats(*(sizes if batch_first else sizes[::-1]), width)
-        raise self._refusal("no layer of it says what it reads")
+                return self.floats(self.rows, channels, 16, 112, 112)
+            case nn.RNNBase(input_size=width, batch_first=True):
+                return self.floats(self.rows, self.seq_len, width)
+        raise self.refusal("no layer of it says what it reads")
 
     def _target(self) -> Tensor:
         """Ids like those that it reads, or a class: as many as its last linear layer has."""
         if isinstance(self.first, nn.Embedding):
-            return self._integers(self.first.num_embeddings, self.rows, self.seq_len)
+            return self.integers(self.first.num_embeddings, self.rows, self.seq_len)
         last = [layer for layer in self._layers() if isinstance(layer, nn.Linear)]
         if not last:
-            raise self._refusal("no layer of it says what its targets are")
-        return self._integers(last[-1].out_features, self.rows)
-
-    def _longest(self) -> int:
-        config = getattr(self.model, "config", None)
-        names = ("block_size", "max_seq_len", "context_length", "n_positions")
-        sizes = [getattr(config, name, None) for name in names]
-        known = [size for size in sizes if isinstance(size, int) and size > 0]
-        return min([*known, DEFAULT_SEQ_LEN])
-
-    @property
-    def _device(self) -> torch.device:
-        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
-
-    def _integers(self, high: int, *shape: int) -> Tensor:
-        return torch.randint(high, shape, device=self._device)
-
-    def _floats(self, *shape: int) -> Tensor:
-        return torch.randn(shape, device=self._device)
-
-    def _refusal(self, why: str) -> ConfigError:
-        return ConfigError(
-            f"no batch can be made for {type(self.model).__name__}: {why}. {_BY_HAND} Or give the "
-            "model an example_inputs(batch_size), or let the factory return (model, inputs)."
-        )
+            raise self.refusal("no layer of it says what its targets are")
+        return self.integers(last[-1].out_features, self.rows)

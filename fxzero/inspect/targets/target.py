@@ -28,6 +28,17 @@ class Target:
     seq_len: int | None = None
     """Tokens of a row that it is usually trained on; None leaves that to its batch."""
 
+    def usual(
+        self, param_dtype: torch.dtype | None, seq_len: int | None, inputs: str | None
+    ) -> dict[str, Any]:
+        """Settings of a capture: what was asked for, and what is usual where nothing was."""
+        asked_by_hand = seq_len is not None or inputs is not None
+        return {
+            "param_dtype": self.param_dtype if param_dtype is None else param_dtype,
+            "seq_len": seq_len if asked_by_hand else self.seq_len,
+            "inputs": inputs,
+        }
+
 
 def load(name: str) -> Target:
     """Find a factory, a preset or a configuration of transformers.
@@ -37,7 +48,7 @@ def load(name: str) -> Target:
     """
     if name.startswith(PREFIX):
         config = transformers_models.config_of(name.removeprefix(PREFIX))
-        build = functools.partial(transformers_models.build, config)
+        build = functools.partial(transformers_models.model_of, config)
         return Target(name, build, transformers_models.compute_dtype(config))
     if name in PRESETS:
         preset = PRESETS[name]

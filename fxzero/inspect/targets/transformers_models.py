@@ -23,7 +23,7 @@ from fxzero.inspect.targets.presets import Preset
 PREFIX = "hf:"
 
 
-def build(config: Any) -> nn.Module:
+def model_of(config: Any) -> nn.Module:
     """The model of a configuration, with the head that it was trained with, in train mode; or with
     one that its kind is trained with, where the configuration names none.
 
@@ -75,7 +75,7 @@ def of_preset(preset: Preset) -> nn.Module:
     transformers = imported()
     config = getattr(transformers, preset.config)(**preset.settings)
     config.architectures = [preset.model]
-    return build(config)
+    return model_of(config)
 
 
 def config_of(name: str) -> Any:
@@ -125,16 +125,20 @@ def _read(transformers: Any, name: str) -> Any:
         return transformers.AutoConfig.from_pretrained(
             name, local_files_only=True, trust_remote_code=False
         )
-    except OSError:
+    except OSError as error:
+        if Path(name).exists():
+            raise _unreadable(name, error) from None
         raise ConfigError(
             f"{PREFIX}{name} was not downloaded, and nothing is fetched here. Get its shape alone, "
             f"no weights: hf download {name} config.json"
         ) from None
     except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"{PREFIX}{name} is no configuration that can be read: {reason}"
-        ) from None
+        raise _unreadable(name, error) from None
+
+
+def _unreadable(name: str, error: Exception) -> ConfigError:
+    reason = " ".join(str(error).split())
+    return ConfigError(f"{PREFIX}{name} is no configuration that can be read: {reason}")
 
 
 def compute_dtype(config: Any) -> torch.dtype | None:
