@@ -6,9 +6,10 @@
 
 Which stage computes what is in `fxzero.graph.assign_stages`. A value that a later stage reads goes
 from each stage to the next one, and its gradient comes back the same way, where what comes from
-several stages is added up as soon as it meets. What needs no parameter is computed where it is
-read. A parameter that several stages hold has, on each, the gradient of what is read there:
-`join_stages` adds them up.
+several stages is added up as soon as it meets. What no other stage waits for, gradients of weights
+above all, is computed behind what is sent. What needs no parameter is computed where it is read. A
+parameter that several stages hold has, on each, the gradient of what is read there: `join_stages`
+adds them up.
 """
 
 from __future__ import annotations
@@ -146,12 +147,12 @@ class _Part:
             self._copy(node, stage, Phase.BACKWARD)
         if stage > 0:
             self._give(self.stages.crossing_down(stage), stage, stage - 1, Phase.BACKWARD)
-        if self.halves:
-            given = [self.at(v, stage, Phase.BACKWARD) for v in self.stages.crossing_down(stage)]
-            self._halve(before.next, given)
+        given = [self.at(v, stage, Phase.BACKWARD) for v in self.stages.crossing_down(stage)]
+        self._put_off(before.next, given)
 
-    def _halve(self, first: fx.Node, given: list[fx.Node]) -> None:
-        """Put what no stage waits for behind the rest of a backward.
+    def _put_off(self, first: fx.Node, given: list[fx.Node]) -> None:
+        """Put what no stage waits for, which are gradients of weights, behind the rest of a
+        backward: a message is on its way meanwhile, and a schedule may run it later.
 
         Args:
             first: of the backward's nodes, which go on to the graph's end.
@@ -175,7 +176,8 @@ class _Part:
             if node in waited_for or parts:
                 waited_for.add(node)
                 continue
-            set_stamp(node, stamp_of(node).but(half=1))
+            if self.halves:
+                set_stamp(node, stamp_of(node).but(half=1))
             self.graph.output.prepend(node)
 
     def _pass_on(self, values: list[fx.Node], source: int, stage: int, phase: Phase) -> None:

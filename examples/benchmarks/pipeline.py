@@ -50,8 +50,8 @@ def idle_shares(repeats: Sequence[RankResults], stages: int) -> list[float]:
 
 def replayed_idle_shares(job: Job, step_ms: float, measured: Sequence[float]) -> list[float]:
     """What the schedule's replay makes of it: every stage is busy for as long as measured, a third
-    of it in forward, and no message takes time."""
-    from fxzero.pipeline.replay import replay_table
+    of it in forward and in each half of backward, and no message takes time."""
+    from fxzero.pipeline.replay import replay_table, weights_last
     from fxzero.pipeline.schedules import table_of
     from fxzero.pipeline.tables import Action, Work
 
@@ -64,7 +64,7 @@ def replayed_idle_shares(job: Job, step_ms: float, measured: Sequence[float]) ->
         busy_us = (1 - measured[place]) * step_ms * 1e3 / each / job.micro_batches
         return busy_us * parts.get(action.work, 1 / 3)
 
-    return list(replay_table(schedule, action_us).idle_shares)
+    return list(replay_table(schedule, action_us, early_us=weights_last(action_us)).idle_shares)
 
 
 def shares(row: Mapping[str, Any], key: str) -> str:

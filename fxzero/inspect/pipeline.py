@@ -24,7 +24,7 @@ from fxzero.inspect.capture import Capture, capture
 from fxzero.inspect.zero_inside import ZeroInside
 from fxzero.passes import Recompute
 from fxzero.passes.base import Context, Notes, Pass
-from fxzero.pipeline.replay import PipelineReplay, replay_table
+from fxzero.pipeline.replay import PipelineReplay, replay_table, weights_last
 from fxzero.pipeline.schedules import AUTO, table_of
 from fxzero.pipeline.tables import TABLES, Action, Table, Work, in_flight
 from fxzero.schedule.stages import Limit, Stages, stages_of
@@ -177,8 +177,10 @@ def as_pipeline(micro_step: MicroStep, table: Table) -> PipelineReport:
     if micro_step.budget_bytes is not None:
         limit = Limit.of(table, micro_step.budget_bytes, inside.states)
     found = stages_of(micro_step.graph, costs, table.num_stages, table.num_micro_steps, limit=limit)
-    beside_us = inside.beside(_compute_us(found), found.stages, table)
-    replayed = replay_table(table, beside_us, _transfer_us(found))
+    compute_us = _compute_us(found)
+    beside_us = inside.beside(compute_us, found.stages, table)
+    early_us = weights_last(compute_us)
+    replayed = replay_table(table, beside_us, _transfer_us(found), early_us)
     return _report(table, found, inside, replayed, costs.name)
 
 

@@ -175,13 +175,15 @@ def replay_table(
     table: Table,
     action_us: Callable[[Action], float],
     transfer_us: Callable[[Action, Action], float] = lambda before, action: 0.0,
+    early_us: Callable[[Action], float] = lambda action: 0.0,
 ) -> PipelineReplay:
     """Run a table in time.
 
     Args:
         action_us: what an action takes.
-        transfer_us: from the end of an action until what another one, on another rank, needs of it
-            is there.
+        transfer_us: how long what another action, on another rank, needs of one is on its way.
+        early_us: how long before an action's end that leaves: see `weights_last`. By default it
+            leaves at the end, as in the closed forms of the literature.
     """
     start_us: dict[Action, float] = {}
     end_us: dict[Action, float] = {}
@@ -191,10 +193,23 @@ def replay_table(
         ready = [end_us[before[action]]] if action in before else [0.0]
         for need in table.needs(action):
             crosses = rank_of[need.stage] != rank_of[action.stage]
-            ready.append(end_us[need] + (transfer_us(need, action) if crosses else 0.0))
+            way_us = transfer_us(need, action) - early_us(need) if crosses else 0.0
+            ready.append(end_us[need] + way_us)
         start_us[action] = max(ready)
         end_us[action] = start_us[action] + action_us(action)
     return PipelineReplay(table, start_us, end_us)
+
+
+def weights_last(action_us: Callable[[Action], float]) -> Callable[[Action], float]:
+    """How long before an action's end its message leaves, where a backward in one makes the
+    gradients of weights last, as `fxzero.passes.split_stages` has it."""
+
+    def early_us(action: Action) -> float:
+        if action.work is not Work.BACKWARD:
+            return 0.0
+        return action_us(action._replace(work=Work.WEIGHT_GRADIENTS))
+
+    return early_us
 
 
 def unit_us(action: Action) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fxzero.errors import ConfigError, nearest
-from fxzero.pipeline.replay import check, read_schedule, replay_table
+from fxzero.pipeline.replay import check, read_schedule, replay_table, weights_last
 from fxzero.pipeline.tables import TABLES, Action, Table
 
 AUTO = "auto"
@@ -32,7 +32,8 @@ def fastest(
     for name in TABLES:
         if places_of_stages(name, num_ranks) != tuple(place_of):
             continue
-        replayed = replay_table(table_of(name, num_ranks, num_micro_batches), action_us)
+        table = table_of(name, num_ranks, num_micro_batches)
+        replayed = replay_table(table, action_us, early_us=weights_last(action_us))
         found.append((replayed.makespan_us, max(replayed.in_flight), replayed.table))
     least_us = min(makespan_us for makespan_us, _, _ in found)
     equal = [row for row in found if row[0] <= least_us * (1 + 1e-9)]

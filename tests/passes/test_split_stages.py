@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fxzero.graph import Role
 from fxzero.graph.aliases import root
@@ -72,6 +72,25 @@ def test_both_sides_mean_the_same(graphs: list[StepGraph]) -> None:
             assert [(t.shape, t.stride()) for t in arrived] == [
                 (t.shape, t.stride()) for t in tensors
             ]
+
+
+def test_gradients_of_weights_come_behind_what_is_sent(graphs: list[StepGraph]) -> None:
+    """In each micro-step of each stage that sends a gradient: nobody waits for them."""
+    for graph in graphs[1:]:
+        place = {node: i for i, node in enumerate(graph.graph.nodes)}
+        sends = {
+            t.stamp.micro_step: place[t.launch]
+            for t in graph.transfers(phase=Phase.BACKWARD)
+            if t.record.kind is TransferKind.SEND
+        }
+        made = [n for n in graph.nodes(phase=Phase.BACKWARD) if is_weight_gradient(n)]
+        assert {stamp_of(node).micro_step for node in made} == sends.keys()
+        assert all(place[node] > sends[stamp_of(node).micro_step] for node in made)
+
+
+def is_weight_gradient(node: fx.Node) -> bool:
+    """Of a layer of width 8, whose batches have another number of rows: and not of a bias."""
+    return node.target is torch.ops.aten.mm.default and tuple(node.meta["val"].shape) == (8, 8)
 
 
 def test_each_has_its_own_parameters(graphs: list[StepGraph]) -> None:

@@ -15,6 +15,7 @@ from fxzero.pipeline.replay import (
     replay_table,
     unit_us,
     waits_of,
+    weights_last,
 )
 from fxzero.pipeline.tables import TABLES, Action, Table, Work, one_f_one_b
 
@@ -94,6 +95,23 @@ def test_what_travels_takes_time() -> None:
     table = one_f_one_b(2, 1)
     found = replay_table(table, unit_us, lambda before, action: 10.0)
     assert [found.start_us[a] for row in table.ranks for a in row] == [0, 24, 11, 12]
+
+
+def test_what_leaves_before_an_action_ends() -> None:
+    """1F1B that sends input gradients before it makes those of weights: idle for a unit to fill
+    and one to drain, where it is three for a backward that sends at its end."""
+    table = one_f_one_b(2, 8)
+    assert replay_table(table, unit_us).makespan_us == 8 * 3 + 3
+    found = replay_table(table, unit_us, early_us=weights_last(unit_us))
+    assert found.makespan_us == 8 * 3 + 2
+    # On one rank nothing is early: an action waits for the one before.
+    alone = one_f_one_b(1, 4)
+    assert replay_table(alone, unit_us, early_us=weights_last(unit_us)).makespan_us == 4 * 3
+    # Halves that are apart send at their ends.
+    for name in ("zb_h1", "zbv"):
+        halves = TABLES[name](4, 8)
+        early = replay_table(halves, unit_us, early_us=weights_last(unit_us))
+        assert early.end_us == replay_table(halves, unit_us).end_us
 
 
 def test_a_picture() -> None:

@@ -45,6 +45,20 @@ FAULTS = (
         "test_values_of_micro_steps_in_flight_have_places_of_their_own",
     ),
     Fault(
+        "what the stage before waits for is sent behind gradients of weights",
+        "passes/split_stages.py",
+        "            self.graph.output.prepend(node)\n",
+        "            self.halves and self.graph.output.prepend(node)\n",
+        "tests/passes/test_split_stages.py::test_gradients_of_weights_come_behind_what_is_sent",
+    ),
+    Fault(
+        "a pipeline's replay sends gradients at the end of a backward",
+        "fxzero/pipeline/replay.py",
+        "way_us = transfer_us(need, action) - early_us(need) if crosses else 0.0",
+        "way_us = transfer_us(need, action) if crosses else 0.0",
+        "tests/pipeline/test_tables.py::test_what_leaves_before_an_action_ends",
+    ),
+    Fault(
         "places of a pipeline decide as one",
         "fxzero/graph/step_graph.py",
         'place = "" if self.pipeline is None else f" at {self.pipeline.place}"',
