@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from fxzero._compat import copy_node, graph_module
+from fxzero.cost.analytic import flops_of
 from fxzero.cost.model import CostModel
 from fxzero.errors import CaptureError, FxZeroWarning
 from fxzero.graph import Phase, Role, Stamp, StepGraph
@@ -171,11 +172,8 @@ class _Part:
                     waited_for.add(source)
                     queue.append(source)
         waited_for.update(given)
-        for node in nodes:
-            parts = node.target is operator.getitem and node.all_input_nodes[0] in waited_for
-            if node in waited_for or parts:
-                waited_for.add(node)
-                continue
+        late = put_off(nodes, waited_for) if given else [n for n in nodes if n not in waited_for]
+        for node in late:
             if self.halves:
                 set_stamp(node, stamp_of(node).but(half=1))
             self.graph.output.prepend(node)
@@ -396,6 +394,20 @@ def _read_from(source: fx.Node, stages: Stages) -> list[fx.Node]:
             else:
                 queue.append(user)
     return list(found)
+
+
+def put_off(nodes: Iterable[fx.Node], waited_for: Collection[fx.Node]) -> dict[fx.Node, None]:
+    """Of a backward's nodes, products that nobody waits for, and what follows from them, in order.
+
+    What is light stays where it is: a product's operands are there already, while the terms of a
+    sum, such as a norm's gradient is, would be kept until then.
+    """
+    found: dict[fx.Node, None] = {}
+    for node in nodes:
+        follows = any(source in found for source in node.all_input_nodes)
+        if node not in waited_for and (follows or flops_of(node)):
+            found[node] = None
+    return found
 
 
 def actions_us(
