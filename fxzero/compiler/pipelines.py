@@ -28,6 +28,7 @@ from fxzero.passes import (
     LowerKernels,
     LowerRegions,
     LowerTransfers,
+    MultiplyIntoSums,
     OffloadActivations,
     OffloadDisk,
     OffloadParams,
@@ -77,6 +78,7 @@ SCHEDULING: tuple[type[Pass], ...] = (
 LOWERING: tuple[type[Pass], ...] = (
     LowerTransfers,
     GatherAhead,
+    MultiplyIntoSums,
     ReleaseSaved,
     LowerRegions,
     Slab,
