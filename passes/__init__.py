@@ -15,7 +15,6 @@ from fxzero.passes.join_stages import JoinStages
 from fxzero.passes.lower_kernels import LowerKernels
 from fxzero.passes.lower_regions import LowerRegions
 from fxzero.passes.lower_transfers import LowerTransfers
-from fxzero.passes.multiply_into_sums import MultiplyIntoSums
 from fxzero.passes.offload_activations import OffloadActivations
 from fxzero.passes.offload_disk import OffloadDisk
 from fxzero.passes.offload_params import OffloadParams
@@ -49,7 +48,6 @@ __all__ = [
     "LowerKernels",
     "LowerRegions",
     "LowerTransfers",
-    "MultiplyIntoSums",
     "Notes",
     "OffloadActivations",
     "OffloadDisk",

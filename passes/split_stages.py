@@ -29,7 +29,7 @@ from fxzero.cost.analytic import flops_of
 from fxzero.cost.model import CostModel
 from fxzero.errors import CaptureError, FxZeroWarning
 from fxzero.graph import Phase, Role, Stamp, StepGraph
-from fxzero.graph.aliases import is_view, root
+from fxzero.graph.aliases import root
 from fxzero.graph.assign_stages import Stages, assign_stages
 from fxzero.graph.messages import forms_of
 from fxzero.graph.node_text import source_line
@@ -153,8 +153,7 @@ class _Part:
 
     def _put_off(self, first: fx.Node, given: list[fx.Node]) -> None:
         """Put what no stage waits for, which are gradients of weights, behind the rest of a
-        backward: a message is on its way meanwhile, and a schedule may run it later. Products are
-        in no region, so that each can be added up as soon as it is there, and need not be held.
+        backward: a message is on its way meanwhile, and a schedule may run it later.
 
         Args:
             first: of the backward's nodes, which go on to the graph's end.
@@ -175,9 +174,8 @@ class _Part:
         waited_for.update(given)
         late = put_off(nodes, waited_for) if given else [n for n in nodes if n not in waited_for]
         for node in late:
-            of_product = is_view(node) and stamp_of(node.all_input_nodes[0]).alone
-            alone = node.target is _aten.mm.default or of_product
-            set_stamp(node, stamp_of(node).but(half=int(self.halves), alone=alone))
+            if self.halves:
+                set_stamp(node, stamp_of(node).but(half=1))
             self.graph.output.prepend(node)
 
     def _pass_on(self, values: list[fx.Node], source: int, stage: int, phase: Phase) -> None:

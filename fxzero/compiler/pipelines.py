@@ -28,7 +28,6 @@ from fxzero.passes import (
     LowerKernels,
     LowerRegions,
     LowerTransfers,
-    MultiplyIntoSums,
     OffloadActivations,
     OffloadDisk,
     OffloadParams,
@@ -78,7 +77,6 @@ SCHEDULING: tuple[type[Pass], ...] = (
 LOWERING: tuple[type[Pass], ...] = (
     LowerTransfers,
     GatherAhead,
-    MultiplyIntoSums,
     ReleaseSaved,
     LowerRegions,
     Slab,

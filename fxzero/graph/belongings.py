@@ -273,8 +273,7 @@ def _terms(node: fx.Node) -> list[fx.Node]:
             return [node]
         node = sent
     if node.op == "call_function" and stamp_of(node).role is Role.ACCUMULATE:
-        # Of a product that is added where it is computed, its first operand stands for the term.
-        parts = [part for part in node.args[:2] if isinstance(part, fx.Node)]
+        parts = [part for part in node.args if isinstance(part, fx.Node)]
         return [term for part in parts for term in _terms(part)]
     return [node]
 
