@@ -172,6 +172,9 @@ class _Part:
                     waited_for.add(source)
                     queue.append(source)
         waited_for.update(given)
+        for node in nodes:
+            if node.target is operator.getitem and node.all_input_nodes[0] in waited_for:
+                waited_for.add(node)
         late = put_off(nodes, waited_for) if given else [n for n in nodes if n not in waited_for]
         for node in late:
             if self.halves:
