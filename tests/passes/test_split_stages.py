@@ -88,6 +88,72 @@ def test_gradients_of_weights_come_behind_what_is_sent(graphs: list[StepGraph]) 
         assert all(place[node] > sends[stamp_of(node).micro_step] for node in made)
 
 
+class Norms(nn.Module):
+    """Layers behind norms, whose gradients are sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8, bias=False)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.h:
+            x = torch.tanh(layer(x))
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize("place", [1, 3])
+def test_only_products_and_what_follows_are_put_off(place: int) -> None:
+    """A norm's gradient stays where the terms of its sum are: put off, they would be kept."""
+    stages = {f"h.{i}": i for i in range(4)}
+    batch = torch.ones(12, 8)
+    graph = scheduled(place, schedule="zb_h1", build=Norms, stages=stages, batch=batch)
+    halves = {
+        (stamp_of(node).params[0].partition("/")[2], stamp_of(node).half)
+        for node in graph.nodes(role=Role.ACCUMULATE)
+    }
+    assert halves == {
+        (f"h.{place}.0.weight", 0),
+        (f"h.{place}.0.bias", 0),
+        (f"h.{place}.1.weight", 1),
+    }
+
+
+class Scale(nn.Module):
+    """No product of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.weight)
+
+
+class Scales(nn.Module):
+    """Four of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Scale() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.h:
+            x = layer(x)
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_backward_without_products_has_nothing_to_put_off(place: int) -> None:
+    """Its other half is empty, but for the first stage's, for which nobody waits."""
+    stages = {f"h.{i}": i for i in range(4)}
+    batch = torch.ones(12, 8)
+    graph = scheduled(place, schedule="zb_h1", build=Scales, stages=stages, batch=batch)
+    halves = {stamp_of(node).half for node in graph.nodes(role=Role.ACCUMULATE)}
+    assert halves == ({1} if place == 0 else {0})
+
+
 def is_weight_gradient(node: fx.Node) -> bool:
     """Of a layer of width 8, whose batches have another number of rows: and not of a bias."""
     return node.target is torch.ops.aten.mm.default and tuple(node.meta["val"].shape) == (8, 8)

@@ -52,6 +52,13 @@ FAULTS = (
         "tests/passes/test_split_stages.py::test_gradients_of_weights_come_behind_what_is_sent",
     ),
     Fault(
+        "what is light in a backward is put off with gradients of weights",
+        "passes/split_stages.py",
+        "if node not in waited_for and (follows or flops_of(node)):",
+        "if node not in waited_for:",
+        "tests/passes/test_split_stages.py::test_only_products_and_what_follows_are_put_off",
+    ),
+    Fault(
         "a pipeline's replay sends gradients at the end of a backward",
         "fxzero/pipeline/replay.py",
         "way_us = transfer_us(need, action) - early_us(need) if crosses else 0.0",
