@@ -93,9 +93,7 @@ class Norms(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.h = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8, bias=False)) for _ in range(4)
-        )
+        self.h = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.h:
@@ -105,7 +103,7 @@ class Norms(nn.Module):
 
 @pytest.mark.parametrize("place", [1, 3])
 def test_only_products_and_what_follows_are_put_off(place: int) -> None:
-    """A norm's gradient stays where the terms of its sum are: put off, they would be kept."""
+    """A sum, as a bias's gradient is, stays where its terms are: put off, they would be kept."""
     stages = {f"h.{i}": i for i in range(4)}
     batch = torch.ones(12, 8)
     graph = scheduled(place, schedule="zb_h1", build=Norms, stages=stages, batch=batch)
@@ -116,6 +114,7 @@ def test_only_products_and_what_follows_are_put_off(place: int) -> None:
     assert halves == {
         (f"h.{place}.0.weight", 0),
         (f"h.{place}.0.bias", 0),
+        (f"h.{place}.1.bias", 0),
         (f"h.{place}.1.weight", 1),
     }
 
