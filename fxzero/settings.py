@@ -81,6 +81,8 @@ def plain(value: Any) -> Any:
         }
     if isinstance(value, (list, tuple)):
         return [plain(part) for part in value]
+    if isinstance(value, Mapping):
+        return {key: plain(part) for key, part in value.items()}
     return value.value if isinstance(value, Enum) else value
 
 
@@ -163,6 +165,13 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         parts = [convert(kind, part, f"{where}[{i}]") for i, part in enumerate(value)]
         same = isinstance(value, tuple) and all(map(operator.is_, parts, value))
         return value if same else tuple(parts)
+    if typing.get_origin(hint) is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where}={_shown(value)} must be a mapping")
+        kind = typing.get_args(hint)[1]
+        return {str(key): convert(kind, part, f"{where}.{key}") for key, part in value.items()}
+    if hint is Any:
+        return value
     if dataclasses.is_dataclass(hint):
         assert isinstance(hint, type)
         return value if isinstance(value, hint) else build(hint, value, where)

@@ -58,6 +58,8 @@ class Compilation:
     """Keep the graphs below for somebody to look at; they are large."""
     joint: StepGraph | None = None
     """The scheduled graph of the whole step."""
+    scheduled: StepGraph | None = None
+    """The same before it was lowered, where that is another graph: of a step that is not cut."""
     gradients: dict[int, str] = field(default_factory=dict)
     """The parameter whose gradient an output of backward is, by its position."""
     sides: list[StepGraph] = field(default_factory=list)
@@ -297,6 +299,8 @@ class Compilation:
             NotSteadyError: it holds fewer micro-steps than the step has, and cannot.
         """
         given = self.facts | {Fact.CUT, Fact.RELEASED}
+        if self.keep_graphs and self.config.keep_text:
+            self.scheduled = graph.clone()
         spare = graph.clone() if self.budget_bytes is not None else None
         self.run(graph, self.pipelines.lowering, given)
         if spare is not None and self._excess_bytes(graph):

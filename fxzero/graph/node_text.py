@@ -5,6 +5,7 @@ mm_1: f32[4, 8] = aten.mm(relu, t_1)  # forward compute compute layers.1
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,11 +36,21 @@ def describe_value(value: Any) -> str:
     return type(value).__name__ if value is not None else "None"
 
 
+_OURS = f'File "{Path(__file__).parents[1]}'
+
+
 def source_line(node: fx.Node) -> str:
-    """The innermost line of the user's code that made a node."""
-    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    trace = [line for line in trace if line.strip("^~ ")]  # Python 3.11 underlines
-    return " ".join(trace[-2:])
+    """The innermost line of the user's code that made a node: where a marker of ours reads a
+    parameter, the line that asked for it."""
+    frames: list[str] = []
+    for line in (node.meta.get("stack_trace") or "").splitlines():
+        words = line.strip()
+        if words.startswith("File "):
+            frames.append(words)
+        elif frames and words.strip("^~ "):  # Python 3.11 underlines
+            frames[-1] += f" {words}"
+    theirs = [frame for frame in frames if not frame.startswith(_OURS)]
+    return (theirs or frames or [""])[-1]
 
 
 def node_line(node: fx.Node) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fxzero.compiler.compilation import Compilation
@@ -12,11 +13,17 @@ from fxzero.graph import Phase, StepGraph
 from fxzero.graph.steady import runs_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.inspect.capture import Capture
+from fxzero.inspect.detail import GraphDetail
 from fxzero.inspect.memory import MemoryReport
 from fxzero.inspect.model_states import ModelStates
 from fxzero.passes.lower_regions import RegionBackend
 from fxzero.schedule.simulate import simulate, simulate_memory
+from fxzero.settings import build, plain
 from fxzero.transfer import Pool, Transfer
+
+
+PLAIN = (str, int, float, bool, type(None))
+"""What a note may be in JSON; any other one is text."""
 
 
 @dataclass(frozen=True)
@@ -125,15 +132,23 @@ class Analysis:
     """Of a step on this rank: `fxzero.cost.flops`."""
     memory: tuple[MemoryReport, ...] = ()
     """Only where it was asked for."""
+    details: tuple[GraphDetail, ...] = ()
+    """Only where it was asked for: nodes, timeline, decisions, texts."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The compiler's."""
+    rank: int = 0
 
     @staticmethod
-    def of(capture: Capture, *, memory: bool = False) -> Analysis:
+    def of(capture: Capture, *, memory: bool = False, detail: bool = False) -> Analysis:
         """Read a capture.
 
         Args:
             memory: also what is kept, repeated and gathered, by layer.
+            detail: also every node, the simulated timeline, and the decisions; and, if
+                `Config.keep_text` was set, the graph's text behind every pass.
         """
         reports = [MemoryReport.of(i, c) for i, c in enumerate(capture.compilations) if memory]
+        details = [GraphDetail.of(i, c) for i, c in enumerate(capture.compilations) if detail]
         passes, transfers = [], []
         rows = [ScheduleRow.of(i, c) for i, c in enumerate(capture.compilations)]
         graphs = [c.joint for c in capture.compilations if c.joint is not None]
@@ -151,7 +166,24 @@ class Analysis:
             states=ModelStates.of(graphs, capture.trained),
             flops=sum(map(model_flops, graphs)),
             memory=tuple(report for report in reports if report is not None),
+            details=tuple(found for found in details if found is not None),
+            settings=plain(capture.compilations[0].config) if capture.compilations else {},
+            rank=capture.rank,
         )
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any], where: str) -> Analysis:
+        """Read what `to_json` gave. Nothing of it is executed.
+
+        Args:
+            where: what is read, for messages.
+
+        Raises:
+            ConfigError: it is no analysis, or one of another version.
+        """
+        known = {name: part for name, part in data.items() if name != "totals"}
+        found: Analysis = build(Analysis, known, where)
+        return found
 
     def elements(self, lane: str) -> int:
         """Elements that one lane moves in a step."""
@@ -187,7 +219,7 @@ class Analysis:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as what `json` can write."""
-        data = asdict(self)
+        data: dict[str, Any] = plain(self)
         data["totals"] = {
             "gathered_elements": self.elements("gather"),
             "reduced_elements": self.elements("reduce"),
@@ -209,7 +241,10 @@ def _pass_row(number: int, record: PassRecord) -> PassRow:
         time_ms=round(record.time_ms, 3),
         nodes_before=record.nodes_before,
         nodes_after=record.nodes_after,
-        notes=dict(record.notes),
+        notes={
+            name: note if isinstance(note, PLAIN) else str(note)
+            for name, note in record.notes.items()
+        },
     )
 
 

@@ -42,6 +42,8 @@ class Capture:
     """What the model was called with, on each rank: shapes without values."""
     trained: frozenset[str] = frozenset()
     """The names of parameters that require a gradient."""
+    rank: int = 0
+    """Whose graphs these are."""
 
     def plan(self, settings: Config) -> Plan:
         """What was decided for its graphs, to be written and replayed."""
@@ -150,7 +152,7 @@ def capture(
             else:
                 _run(model, batch, training, settings)
     reset_dynamo()
-    return Capture(tuple(compilations), num_parameters, world_size, zero, batch, trained)
+    return Capture(tuple(compilations), num_parameters, world_size, zero, batch, trained, rank)
 
 
 def _built(build: Callable[[], Any], sizes: Sizes, micro_batches: int) -> tuple[nn.Module, Batch]:

@@ -9,7 +9,7 @@ the next begins: two steps are replayed then, and the second one is told of.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -27,6 +27,10 @@ from fxzero.schedule.storage import Kind, Storage, storages_of
 from fxzero.transfer import Pool
 
 
+FREE = frozenset({Role.PART, Role.RELEASE, Role.ROWS, Role.SLAB, Role.WAIT, Role.JOIN})
+"""Roles of what takes no time of its own."""
+
+
 class Span(NamedTuple):
     """When something ran."""
 
@@ -39,6 +43,18 @@ class Span(NamedTuple):
     us: float
     runs: int = 1
     """How often it runs in a row with what is around it; the times are the first run's."""
+
+
+class Stall(NamedTuple):
+    """When compute stood still for a transfer."""
+
+    node: str
+    """What could not run before."""
+    lane: Lane
+    """The transfer's."""
+    start_us: float
+    us: float
+    """Over all of its runs."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +70,7 @@ class Simulation:
     exposed_by: dict[str, float]
     """The same by the lane that it waited for."""
     spans: tuple[Span, ...]
+    stalls: tuple[Stall, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The figures, without the spans."""
@@ -138,6 +155,7 @@ class Program:
         begin = engine.replay(once, range(count)).compute_us if first else 0.0
         spans, busy = [], dict[str, float]()
         exposed_by: dict[str, float] = defaultdict(float)
+        stalls = []
         for i in range(first, len(doubled)):
             task = doubled.tasks[i]
             if task.us:
@@ -147,12 +165,15 @@ class Program:
             if i in every.stalls:
                 lane, us = every.stalls[i]
                 exposed_by[lane] += us
+                start = every.start_us[i] - begin
+                stalls.append(Stall(task.name, lane, start - us / every.runs[i], us))
         return Simulation(
             makespan_us=every.compute_us - begin,
             busy_us=busy,
             exposed_us=sum(exposed_by.values()),
             exposed_by=dict(exposed_by),
             spans=tuple(spans),
+            stalls=tuple(stalls),
         )
 
     def _again(self, index: int, task: Task, count: int) -> Task:
@@ -204,11 +225,25 @@ class Program:
 
     def _of_transfers(self) -> engine.Replay:
         """The same step, with nothing held but what transfers hold."""
+        return self._holding(lambda hold: hold.of_transfer)
+
+    def _holding(self, counts: Callable[[Hold], bool]) -> engine.Replay:
         tasks = [
-            replace(task, holds=tuple(h for h in task.holds if h.of_transfer))
-            for task in self.graph.tasks
+            replace(task, holds=tuple(filter(counts, task.holds))) for task in self.graph.tasks
         ]
         return engine.replay(TaskGraph(tuple(tasks)), range(len(tasks)))
+
+    def held_by_kind(self) -> dict[str, tuple[int, ...]]:
+        """By what memory is for, the most of the device's that is held while each task runs."""
+        found = {}
+        for kind in Kind:
+            always = sum(
+                h.num_bytes for h in self.resident if h.kind == kind and h.pool is Pool.DEVICE
+            )
+            held = self._holding(lambda hold, kind=kind: hold.kind == kind).held_bytes  # type: ignore[misc]
+            if always or any(held):
+                found[kind.value] = tuple(always + part for part in held)
+        return found
 
 
 def hold_of(storage: Storage, until: Sequence[int]) -> Hold:
@@ -266,7 +301,7 @@ def tasks_of(graph: StepGraph, costs: CostModel, *, fuses: bool) -> Program:
                 runs = stamp.role is Role.UPDATE and not isinstance(node.target, LateUpdate)
                 us = costs.update_us(node) if runs else 0.0
                 task = replace(task, us=us, resource=HOST, by_event=True)
-        elif stamp.role not in (Role.PART, Role.RELEASE, Role.ROWS, Role.SLAB):
+        elif stamp.role not in FREE:
             task = replace(task, us=costs.compute_us(group))
         tasks.append(task)
         labels.append(node.name if len(group) == 1 else stamp.layer or "root")
