@@ -21,7 +21,6 @@ from fxzero.schedule.simulate import simulate, simulate_memory
 from fxzero.settings import build, plain
 from fxzero.transfer import Pool, Transfer
 
-
 PLAIN = (str, int, float, bool, type(None))
 """What a note may be in JSON; any other one is text."""
 

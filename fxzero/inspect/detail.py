@@ -24,7 +24,6 @@ from fxzero.schedule.engine import replay
 from fxzero.schedule.simulate import FREE, Program, Simulation, tasks_of
 from fxzero.settings import plain
 
-
 LONGEST_TEXT = 600
 """Of a node's line: a bucket of a thousand tensors would fill pages."""
 

@@ -26,7 +26,6 @@ from fxzero.schedule.engine import COMPUTE, HOST, Hold, Stretch, Task, TaskGraph
 from fxzero.schedule.storage import Kind, Storage, storages_of
 from fxzero.transfer import Pool
 
-
 FREE = frozenset({Role.PART, Role.RELEASE, Role.ROWS, Role.SLAB, Role.WAIT, Role.JOIN})
 """Roles of what takes no time of its own."""
 
