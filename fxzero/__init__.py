@@ -7,6 +7,7 @@ model = torch.compile(model, backend="fxzero")
 from typing import Any as _Any
 
 from fxzero import _checkout
+from fxzero.compiler import dump_folder as _dump_folder
 from fxzero.compiler.config import Config
 from fxzero.errors import (
     BatchError,
@@ -41,7 +42,14 @@ def _find_holders(
     return find_holders(model, example_inputs, wanted)
 
 
+def _write_graph(compilation: _Any) -> None:
+    from fxzero.inspect.dump import write_graph
+
+    write_graph(compilation)
+
+
 _pipeline.find_holders = _find_holders
+_dump_folder.write_graph = _write_graph
 
 __version__ = "0.1.0"
 

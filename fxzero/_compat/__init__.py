@@ -41,6 +41,7 @@ from fxzero._compat.autograd import (
     backward_number,
     below_autograd,
     gradient_hooks,
+    is_profiling,
     use_count,
     version_of,
 )
@@ -233,6 +234,7 @@ __all__ = [
     "is_output",
     "is_plain_fake",
     "is_plain_to_local",
+    "is_profiling",
     "is_scheduler_counter",
     "is_script_object",
     "is_symbolic",

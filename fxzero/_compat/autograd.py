@@ -42,3 +42,8 @@ def below_autograd() -> Any:
     kernels in Python, which cost some 6 us a call. In-place operators still count versions.
     """
     return torch._C._AutoDispatchBelowAutograd()
+
+
+def is_profiling() -> bool:
+    """Whether a profiler records already: a second one cannot."""
+    return bool(torch.autograd._profiler_enabled())

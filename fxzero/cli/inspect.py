@@ -31,6 +31,7 @@ from fxzero.cli.arguments import (
 from fxzero.cli.failures import as_sentences
 from fxzero.errors import ConfigError
 from fxzero.inspect import Analysis, capture
+from fxzero.inspect.code import codes
 from fxzero.inspect.pipeline import micro_step_of, under
 from fxzero.inspect.targets import load
 from fxzero.inspect.trace import write_trace
@@ -207,7 +208,7 @@ def inspect(
             if diff is not None:
                 data["diffs"] = tables.diffs(captured, diff)
             if code:
-                data["code"] = tables.codes(captured)
+                data["code"] = codes(captured)
             if pipeline is not None:
                 data["pipeline"] = pipeline.to_json()
             typer.echo(json.dumps(data, indent=1, default=str))
@@ -219,5 +220,5 @@ def inspect(
         else:
             for text in tables.diffs(captured, diff) if diff is not None else []:
                 tables.print_text(out, text, "diff")
-            for text in tables.codes(captured) if code else []:
+            for text in codes(captured) if code else []:
                 tables.print_text(out, text, "python")

@@ -10,7 +10,6 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from fxzero.errors import ConfigError, nearest
-from fxzero.graph.pieces import Piece
 from fxzero.inspect import Analysis, Capture, MemoryReport, ScheduleRow
 from fxzero.inspect.estimate import Estimate, StageEstimate
 from fxzero.inspect.formulas import DeepSpeedRow
@@ -292,26 +291,6 @@ def diffs(captured: Capture, name: str) -> list[str]:
     if not found:
         raise ConfigError(f"no pass {name!r} ran: {nearest(name, {r.name for r in records})}")
     return [r.diff() or f"# {name} changed nothing here: {r.notes}" for r in found]
-
-
-def codes(captured: Capture) -> list[str]:
-    """The scheduled graphs as Python: pieces as functions, then the step that calls them.
-
-    Node order is launch order.
-    """
-    found = []
-    for number, compilation in enumerate(captured.compilations):
-        if compilation.joint is not None:
-            step = compilation.joint.graph.python_code("self", verbose=False)
-            functions = [
-                piece.body.python_code("self", verbose=False)
-                .src.strip()
-                .replace("def forward(self, ", f"def {name}(", 1)
-                for name, piece in step.globals.items()
-                if isinstance(piece, Piece)
-            ]
-            found.append("\n\n".join([f"# graph {number}", *functions, step.src.strip()]))
-    return found
 
 
 def print_text(console: Console, text: str, language: str) -> None:

@@ -15,7 +15,9 @@ from fxzero import _compat
 from fxzero.capture.fold_layers import Folds
 from fxzero.capture.folded import marked_parameters, reveal
 from fxzero.capture.unfold_layers import unfold
+from fxzero.compiler import dump_folder
 from fxzero.compiler.config import Config
+from fxzero.compiler.dump_folder import RankFolder, asked_for, rank_folder
 from fxzero.compiler.fitting import Fitting
 from fxzero.compiler.pipelines import DECIDING, Pipelines
 from fxzero.compiler.placement import Placing, Tried, is_open
@@ -34,6 +36,7 @@ from fxzero.passes.gather_ahead import GatherAhead
 from fxzero.passes.offload_params import OffloadParams
 from fxzero.passes.release_saved import private_saved
 from fxzero.runtime.executor import executable
+from fxzero.runtime.node_times import NodeTimes
 from fxzero.schedule.simulate import simulate_memory
 from fxzero.sharding.params import ModelState, ParamSpec, spec_of
 
@@ -77,8 +80,18 @@ class Compilation:
     them."""
     tries: bool = False
     """Whether what it makes is tried, and may not be taken: warnings wait."""
+    dump: RankFolder | None = None
+    """Where what is known of it is written, if anywhere."""
+    number: int | None = None
+    """Of its graph in the dump."""
+    measured: dict[str, NodeTimes] = field(default_factory=dict)
+    """What was measured, by part: ``step``, or ``forward`` and ``backward``."""
 
     def __post_init__(self) -> None:
+        if asked_for(self.config.dump):
+            self.dump = rank_folder(asked_for(self.config.dump))
+            self.config = replace(self.config, keep_text=True)
+            self.keep_graphs = self.context.decisions.keep_digest = True
         if self.config.plan:
             self.context.decisions.plan = Plan.read(self.config.plan, DECIDING)
         self.context.throttle = self.config.throttle
@@ -287,7 +300,9 @@ class Compilation:
             for position, key in self.gradients.items()
             if is_backward and self.specs[key].zero == 0  # others never arrive unreduced
         }
-        call = executable(side, self.states(), gradients)
+        part = "backward" if is_backward else "forward"
+        call = executable(side, self.states(), gradients, times=self._times(part))
+        self._write()
         if is_backward:  # before it everything that made the graph is still in use
             _compat.return_free_memory()
         return call
@@ -309,9 +324,27 @@ class Compilation:
             del self.records[-len(self.pipelines.lowering) :]
             self.run(graph, [_waiting(one) for one in self.pipelines.lowering], given)
             self._verify_peak(graph)
-        call = executable(graph, self.states())
+        call = executable(graph, self.states(), times=self._times("step"))
         self.folds = Folds()  # no other graph of this step comes
+        self._write()
         return call
+
+    def _times(self, part: str) -> NodeTimes | None:
+        """What measures a part of the graph, where there is a dump."""
+        if self.dump is None:
+            return None
+        if self.number is None:
+            self.number = self.dump.next_graph()
+        if self.config.cuda_graph:  # it is replayed, and not called
+            return None
+        path = self.dump.graph(self.number) / f"{part}.trace.json.gz"
+        self.measured[part] = NodeTimes(path, self._write)
+        return self.measured[part]
+
+    def _write(self) -> None:
+        """Bring the dump up to date."""
+        if self.dump is not None and dump_folder.write_graph is not None:
+            dump_folder.write_graph(self)
 
     def _excess_bytes(self, graph: StepGraph) -> int:
         """What a lowered graph holds beyond its budget."""

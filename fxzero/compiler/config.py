@@ -155,6 +155,10 @@ class Config:
     plan: str = ""
     """A file of decisions to replay to the letter instead of deciding: see
     ``fxzero inspect --plan``."""
+    dump: str = ""
+    """A folder to write to, for each rank and graph, what every pass made of it, what was decided,
+    simulated and measured: `fxzero inspect`, `report`, `explain`, `diff` and `trace` read it. The
+    default is the environment's ``FXZERO_DUMP``."""
     cost: CostSettings = field(default_factory=CostSettings)
     lower_kernels: LowerKernels = field(default_factory=LowerKernels)
     recompute: Recompute = field(default_factory=Recompute)

@@ -138,20 +138,24 @@ class Analysis:
     rank: int = 0
 
     @staticmethod
-    def of(capture: Capture, *, memory: bool = False, detail: bool = False) -> Analysis:
+    def of(
+        capture: Capture, *, memory: bool = False, detail: bool = False, first: int = 0
+    ) -> Analysis:
         """Read a capture.
 
         Args:
             memory: also what is kept, repeated and gathered, by layer.
             detail: also every node, the simulated timeline, and the decisions; and, if
                 `Config.keep_text` was set, the graph's text behind every pass.
+            first: the number of the first graph.
         """
-        reports = [MemoryReport.of(i, c) for i, c in enumerate(capture.compilations) if memory]
-        details = [GraphDetail.of(i, c) for i, c in enumerate(capture.compilations) if detail]
+        numbered = list(enumerate(capture.compilations, start=first))
+        reports = [MemoryReport.of(i, c) for i, c in numbered if memory]
+        details = [GraphDetail.of(i, c) for i, c in numbered if detail]
         passes, transfers = [], []
-        rows = [ScheduleRow.of(i, c) for i, c in enumerate(capture.compilations)]
+        rows = [ScheduleRow.of(i, c) for i, c in numbered]
         graphs = [c.joint for c in capture.compilations if c.joint is not None]
-        for number, compilation in enumerate(capture.compilations):
+        for number, compilation in numbered:
             passes += [_pass_row(number, record) for record in compilation.records]
             if compilation.joint is not None:
                 transfers += _transfer_rows(number, compilation.joint)

@@ -220,6 +220,12 @@ class HostUpdate:
         self.kernel = kernel
         self.__name__ = self.__qualname__ = f"host_{kernel.__name__}"
 
+    @property
+    def as_code(self) -> str:
+        """An expression for another one like it."""
+        kernel = f"{self.kernel.__module__}.{self.kernel.__qualname__}"
+        return f"fxzero.runtime.copies.HostUpdate({kernel})"
+
     def __call__(self, *args: Any) -> Future[Any]:
         params: list[Tensor] = args[0]
         return _submitted(Lane.HOST, lambda: self.kernel(*args), params)

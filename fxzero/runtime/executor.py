@@ -21,6 +21,7 @@ from fxzero.ranks import agree, lost
 from fxzero.runtime.account import account_of
 from fxzero.runtime.lanes import drain
 from fxzero.runtime.looped import looped
+from fxzero.runtime.node_times import NodeTimes
 from fxzero.runtime.streams import computing_on
 from fxzero.sharding.full_parameter import check_returned_copies
 from fxzero.sharding.gradients import note_reduced
@@ -53,7 +54,11 @@ def traffic_of(graph: StepGraph) -> Traffic:
 
 
 def executable(
-    graph: StepGraph, states: list[ModelState], gradients: Mapping[int, str] | None = None
+    graph: StepGraph,
+    states: list[ModelState],
+    gradients: Mapping[int, str] | None = None,
+    *,
+    times: NodeTimes | None = None,
 ) -> Callable[[list[Any]], Any]:
     """The scheduled graph as a function of a list of inputs, which it empties.
 
@@ -63,6 +68,7 @@ def executable(
     Args:
         states: the models whose traffic counters each run adds to.
         gradients: the keys of parameters whose reduced gradients it returns, by position.
+        times: what measures some of its runs; nodes stay then.
 
     Raises:
         NotSteadyError: a micro-step of the graph shall stand for others, and cannot.
@@ -70,10 +76,11 @@ def executable(
     graph.graph.lint()
     check_constants(graph, "executable")
     # Not graph.module: AOTAutograd makes it lazy, and a lazy module has no code of its own.
+    make = generated if times is None else times.generated(generated)
     if graph.steady_runs > 1:
-        forward = looped(graph, find_loop(graph), generated)
+        forward = looped(graph, find_loop(graph), make)
     else:
-        forward = generated(graph, graph.graph)
+        forward = make(graph, graph.graph)
     attributes = _attributes(graph.module)
     traffic = traffic_of(graph)
     returned = dict(gradients or {})
@@ -117,7 +124,7 @@ def executable(
         return results
 
     call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return call if times is None else times.around(call)
 
 
 _NOWHERE = contextlib.nullcontext()

@@ -43,6 +43,11 @@ class Finite:
         self.__name__ = self.__qualname__ = "report_unless_finite"
         _living.add(self)
 
+    @property
+    def as_code(self) -> str:
+        """An expression for another one like it."""
+        return f"fxzero.runtime.finite.Finite({self.names!r})"
+
     def __call__(self, total: Tensor, norms: Tensor) -> Tensor:
         """Pass on the total norm.
 

@@ -1,0 +1,98 @@
+"""Where a run writes what was decided and measured: a folder a rank, a folder a graph.
+
+    DIR/rank0/dump.json            what it is of; written last
+    DIR/rank0/graph0/…             one graph: see `fxzero.inspect.dump`
+
+A process empties its own rank's folder before it first writes there, if it is an earlier dump's;
+a folder that holds something else is left alone, and refused.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from fxzero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fxzero.compiler.compilation import Compilation
+
+VARIABLE = "FXZERO_DUMP"
+"""Of the environment: the folder, where no option names one."""
+HEAD = "dump.json"
+"""The file that makes a folder a rank's dump."""
+
+
+def asked_for(option: str) -> str:
+    """The folder that somebody has asked for, by option or environment; empty for none."""
+    return option or os.environ.get(VARIABLE, "")
+
+
+@dataclass(eq=False)
+class RankFolder:
+    """One rank's part of a dump, in this process."""
+
+    path: Path
+    num_graphs: int = 0
+    heads: dict[int, Any] = field(default_factory=dict)
+    """What was said of each graph so far."""
+
+    def next_graph(self) -> int:
+        """A number for another graph."""
+        self.num_graphs += 1
+        return self.num_graphs - 1
+
+    def graph(self, number: int) -> Path:
+        """One graph's folder."""
+        return self.path / f"graph{number}"
+
+
+_folders: dict[tuple[str, int], RankFolder] = {}
+
+
+def rank_folder(folder: str) -> RankFolder:
+    """This rank's part of a dump; emptied the first time that a process asks for it.
+
+    Raises:
+        ConfigError: it cannot be written to, or holds something that is no dump.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    path = Path(folder).expanduser().absolute() / f"rank{rank}"
+    key = (str(path), os.getpid())
+    if key not in _folders:
+        _empty(path)
+        _folders[key] = RankFolder(path)
+    return _folders[key]
+
+
+def _empty(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        held = sorted(child.name for child in path.iterdir())
+        if held and HEAD not in held and not all(name.startswith("graph") for name in held):
+            raise ConfigError(
+                f"dump={str(path.parent)!r}: {path} holds {held[0]!r}, and is no dump of an "
+                "earlier run. Name another folder, or empty this one."
+            )
+        for name in held:
+            child = path / name
+            if child.is_dir():
+                shutil.rmtree(child)
+            else:
+                child.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"dump={str(path.parent)!r}: {path} cannot be written: {error.strerror}. Name a folder "
+            "that you may write to."
+        ) from None
+
+
+write_graph: Callable[[Compilation], None] | None = None
+"""Writes what is known of a compilation: what looks at graphs stands above the compiler, and is
+put in here by the package."""

@@ -1,0 +1,193 @@
+"""Watch one callable run: node by node in its third call, as a whole in the five after it.
+
+    calls 1, 2   nothing: regions compile, allocators and caches warm up
+    call 3       under torch.profiler, each node a range ``fxzero::NAME``: slower, and seen whole
+    calls 4 – 8  the wall clock
+
+The profile is a file for ui.perfetto.dev. From it come when each node ran, and how much tensors
+held: what was handed in, and the most that was allocated on top of it meanwhile.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from fxzero._compat import is_fake, is_profiling
+from fxzero.graph import Lane, StepGraph
+from fxzero.graph.stamps import Stamp, has_stamp, stamp_of
+
+log = logging.getLogger("fxzero")
+
+WARM_CALLS = 2
+TIMED_CALLS = 5
+PREFIX = "fxzero::"
+"""Of a range's name; a node's follows."""
+
+
+@dataclass(frozen=True)
+class NodeTime:
+    """When one node ran, from the begin of the call."""
+
+    node: str
+    lane: str
+    layer: str
+    start_us: float
+    us: float
+
+
+class NodeTimes:
+    """What was measured of one callable.
+
+    Args:
+        path: where the profile is written, gzipped.
+        done: called when something new is known: behind the third call and behind the eighth.
+    """
+
+    def __init__(self, path: Path, done: Callable[[], None]) -> None:
+        self.path = path
+        self.done = done
+        self.nodes: tuple[NodeTime, ...] = ()
+        self.calls_us: list[float] = []
+        self.peak_bytes: int | None = None
+        """Of tensors, in the call that was watched."""
+        self.device = ""
+        self._stamps: dict[str, Stamp] = {}
+        """By node; a node without one runs in code of a loop."""
+        self._calls = 0
+        self._watching = False
+
+    def generated(
+        self, make: Callable[[StepGraph, fx.Graph], Callable[..., Any]]
+    ) -> Callable[[StepGraph, fx.Graph], Callable[..., Any]]:
+        """What makes code of a part of a graph, and runs its nodes one by one while it watches."""
+
+        def made(graph: StepGraph, part: fx.Graph) -> Callable[..., Any]:
+            code = make(graph, part)
+            self.device = graph.device.type
+            self._stamps |= {node.name: stamp_of(node) for node in part.nodes if has_stamp(node)}
+            module = fx.GraphModule(graph.module, part)
+
+            def run(attributes: Any, *inputs: Any) -> Any:
+                if self._watching:
+                    return _Ranges(module).run(*inputs)
+                return code(attributes, *inputs)
+
+            return run
+
+        return made
+
+    def around(self, call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """A callable whose runs are measured. Calls on fake tensors are not counted."""
+
+        def measured(inputs: list[Any]) -> Any:
+            if self._calls >= WARM_CALLS + 1 + TIMED_CALLS or any(map(is_fake, inputs)):
+                return call(inputs)
+            self._calls += 1
+            if self._calls <= WARM_CALLS:
+                return call(inputs)
+            if self._calls == WARM_CALLS + 1:
+                return self._watch(call, inputs)
+            return self._time(call, inputs)
+
+        measured._boxed_call = True  # type: ignore[attr-defined]
+        return measured
+
+    def _time(self, call: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+        _synchronize()
+        start = time.perf_counter()
+        results = call(inputs)
+        _synchronize()
+        self.calls_us.append((time.perf_counter() - start) * 1e6)
+        if len(self.calls_us) == TIMED_CALLS:
+            self.done()
+        return results
+
+    def _watch(self, call: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+        if is_profiling():
+            log.warning("a profiler runs already: nodes are not timed for the dump")
+            return call(inputs)
+        handed_in = _storage_bytes(inputs)
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._watching = True
+        try:
+            with profile(activities=activities, profile_memory=True) as profiler:
+                results = call(inputs)
+                _synchronize()
+        finally:
+            self._watching = False
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(self.path))
+            self._read(handed_in)
+            self.done()
+        except OSError as error:
+            log.warning("what was measured cannot be written: %s", error)
+        return results
+
+    def _read(self, handed_in: int) -> None:
+        with gzip.open(self.path, "rt") as file:
+            events = json.load(file)["traceEvents"]
+        device = "gpu_user_annotation"  # what ran on the GPU between a range's ends
+        category = device if any(e.get("cat") == device for e in events) else "user_annotation"
+        ranges = [
+            event
+            for event in events
+            if event.get("cat") == category and event["name"].startswith(PREFIX)
+        ]
+        begin = min((event["ts"] for event in ranges), default=0.0)
+        nodes = []
+        for event in sorted(ranges, key=lambda event: event["ts"]):
+            name = event["name"].removeprefix(PREFIX)
+            stamp = self._stamps.get(name)
+            lane, layer = (stamp.lane, stamp.layer) if stamp is not None else (Lane.COMPUTE, "")
+            start_us, us = round(event["ts"] - begin, 3), round(event["dur"], 3)
+            nodes.append(NodeTime(name, lane.value, layer, start_us, us))
+        self.nodes = tuple(nodes)
+        on_gpu = torch.cuda.is_available()
+        held = most = 0
+        for event in sorted(
+            (e for e in events if e.get("name") == "[memory]"), key=lambda event: event["ts"]
+        ):
+            if (event["args"]["Device Type"] != 0) is on_gpu:
+                held += event["args"]["Bytes"]
+                most = max(most, held)
+        self.peak_bytes = handed_in + most
+
+
+class _Ranges(fx.Interpreter):
+    """Runs nodes one by one, each within a range of its name, and frees each value behind its last
+    use, as the generated code does."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        with record_function(PREFIX + n.name):
+            return super().run_node(n)
+
+
+def _storage_bytes(values: Sequence[Any]) -> int:
+    """What some tensors take, each storage once."""
+    storages = {
+        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
+        for value in values
+        if isinstance(value, Tensor)
+    }
+    return sum(storages.values())
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
