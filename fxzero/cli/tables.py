@@ -14,15 +14,7 @@ from fxzero.inspect import Analysis, Capture, MemoryReport, ScheduleRow
 from fxzero.inspect.estimate import Estimate, StageEstimate
 from fxzero.inspect.formulas import DeepSpeedRow
 from fxzero.inspect.pipeline import PipelineReport
-
-
-def size(num_bytes: float) -> str:
-    """``12.3 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if num_bytes < 1024 or unit == "TiB":
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    raise AssertionError
+from fxzero.inspect.units import size
 
 
 def print_analysis(console: Console, analysis: Analysis) -> None:

@@ -1,0 +1,73 @@
+"""What somebody names: a pass, a bucket, a parameter, a node or a module, in that order."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from fxzero.errors import ConfigError
+from fxzero.inspect.analysis import Analysis
+from fxzero.inspect.explain import nodes, subjects
+from fxzero.inspect.explain.explanation import Explanation
+from fxzero.inspect.explain.view import View
+
+
+def explain(analysis: Analysis, what: str) -> list[Explanation]:
+    """Say why something is as it is, in each graph that has it.
+
+    Args:
+        analysis: with details.
+        what: a name; of modules also a pattern, ``blocks.*.mlp``.
+
+    Raises:
+        ConfigError: nothing is called so; the message names what is nearest.
+    """
+    views = [View(analysis, detail) for detail in analysis.details]
+    found = [one for view in views for one in _in_graph(view, what)]
+    if found:
+        return found
+    names = {name for view in views for name in _names(view)}
+    close = difflib.get_close_matches(what, sorted(names), n=5, cutoff=0.5)
+    hint = f"Near it are {', '.join(close)}. " if close else ""
+    raise ConfigError(
+        f"{what!r} is no pass, bucket, parameter, node or module of this step. {hint}"
+        "fxzero inspect shows passes and buckets, and with --code the nodes."
+    )
+
+
+def _in_graph(view: View, what: str) -> list[Explanation]:
+    """What has a name in one graph: one, but several modules may fit a pattern, and several pieces
+    have a node of a name."""
+    passes = dict(subjects.passes_of(view))
+    if what in passes:
+        return [subjects.of_pass(view, what, passes[what])]
+    if what in view.transfers or what in view.kept:
+        return [subjects.of_bucket(view, what)]
+    if any(what in transfer.params for transfer in view.transfers.values()):
+        return [subjects.of_parameter(view, what)]
+    rows = [row for row in view.detail.nodes if row.name == what]
+    outline = [row for row in rows if not row.piece]
+    if rows:
+        return [nodes.of_node(view, row) for row in outline or rows]
+    modules = [name for name in _modules(view) if fnmatchcase(name, what)]
+    return [subjects.of_module(view, name) for name in modules]
+
+
+def _modules(view: View) -> list[str]:
+    """Modules that nodes belong to, and those around them."""
+    found = {}
+    for row in (*view.detail.nodes, *view.inside("")):
+        for name in (row.layer, row.module):
+            parts = name.split(".") if name else []
+            for count in range(1, len(parts) + 1):
+                found[".".join(parts[:count])] = None
+    return list(found)
+
+
+def _names(view: View) -> Iterator[str]:
+    yield from (row.name for row in view.detail.nodes)
+    yield from _modules(view)
+    yield from view.transfers
+    yield from (param for transfer in view.transfers.values() for param in transfer.params)
+    yield from (name for name, _ in subjects.passes_of(view))
