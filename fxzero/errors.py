@@ -89,9 +89,21 @@ class FxZeroWarning(UserWarning):
     """A setting that cannot take effect; an error under `strict=True`."""
 
 
+MANY = 60
+"""Names, of which a message does not list all."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint for a misspelt name: ``did you mean 'bucket'? Known: bucket, prefetch``."""
+    """A hint for a misspelt name: ``did you mean 'bucket'? Known: bucket, prefetch``. Of very many
+    names the nearest are said."""
     names = sorted(known)
+    if len(names) > MANY:
+        several = difflib.get_close_matches(word, names, n=5, cutoff=0.5)
+        return (
+            f"did you mean {', '.join(map(repr, several))}?"
+            if several
+            else f"none of {len(names)} is near"
+        )
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}Known: {', '.join(names)}"

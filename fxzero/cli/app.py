@@ -8,7 +8,9 @@ import torch
 import typer
 
 from fxzero import __version__
+from fxzero.cli.diff import diff
 from fxzero.cli.estimate import estimate
+from fxzero.cli.explain import explain
 from fxzero.cli.inspect import inspect
 from fxzero.cli.options import options
 
@@ -38,5 +40,5 @@ def fxzero(
     """
 
 
-for command in (estimate, inspect, options):
+for command in (diff, estimate, explain, inspect, options):
     app.command()(command)

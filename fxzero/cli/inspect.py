@@ -3,84 +3,64 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from fxzero.cli import tables
 from fxzero.cli.arguments import (
     DEFAULT_WORLD_SIZE,
-    MOST_RANKS,
+    DUMP_HELP,
     TARGET_HELP,
     BatchOption,
+    ClipOption,
+    ClusterOption,
     InputsOption,
+    MicroBatchesOption,
+    OffloadOption,
     OptionsOption,
     ParamDtypeOption,
+    RankOption,
     ReduceDtypeOption,
     SeqLenOption,
+    StepOption,
     TracebackOption,
+    WorldSizeOption,
+    ZeroOption,
     check_companions,
     check_file,
     check_pass,
     console,
-    dtype_of,
     mesh_of,
-    settings_of,
 )
 from fxzero.cli.failures import as_sentences
-from fxzero.errors import ConfigError
-from fxzero.inspect import Analysis, capture
+from fxzero.cli.subject import Subject
+from fxzero.inspect import Analysis, Capture
 from fxzero.inspect.code import codes
-from fxzero.inspect.pipeline import micro_step_of, under
-from fxzero.inspect.targets import load
+from fxzero.inspect.dump import programs
+from fxzero.inspect.explain.view import View
+from fxzero.inspect.lines import around, check_known, lanes, of_modules
+from fxzero.inspect.pipeline import PipelineReport, micro_step_of, under
 from fxzero.inspect.trace import write_trace
 from fxzero.pipeline.schedules import AUTO, table_of
 
 
 def inspect(
-    target: Annotated[str, typer.Argument(help=TARGET_HELP)],
-    zero: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=3,
-            help="ZeRO stage. 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also "
-            "parameters.",
-        ),
-    ] = 3,
-    world_size: Annotated[
-        int,
-        typer.Option(min=1, max=MOST_RANKS, help="Ranks to compile for; none of them is started."),
-    ] = DEFAULT_WORLD_SIZE,
-    rank: Annotated[
-        int, typer.Option(min=0, help="The rank whose graph to show, from 0 to world size - 1.")
-    ] = 0,
+    target: Annotated[str, typer.Argument(help=TARGET_HELP + DUMP_HELP)],
+    zero: ZeroOption = 3,
+    world_size: WorldSizeOption = DEFAULT_WORLD_SIZE,
+    rank: RankOption = 0,
     batch_size: BatchOption = None,
     seq_len: SeqLenOption = None,
     inputs: InputsOption = None,
     param_dtype: ParamDtypeOption = None,
     reduce_dtype: ReduceDtypeOption = None,
-    offload: Annotated[
-        bool,
-        typer.Option("--offload", help="Keep shards in the host's memory: shard(offload=True)."),
-    ] = False,
-    step: Annotated[
-        bool,
-        typer.Option("--step", help="Compile the whole step: compile_step with AdamW."),
-    ] = False,
-    clip_grad_norm: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            help="With --step: the norm that gradients are clipped to, as in your compile_step; 0 "
-            "does not clip.",
-        ),
-    ] = 1.0,
-    micro_batches: Annotated[
-        int,
-        typer.Option(min=1, max=1024, help="With --step: equal parts that each batch is split in."),
-    ] = 1,
+    offload: OffloadOption = False,
+    step: StepOption = False,
+    clip_grad_norm: ClipOption = 1.0,
+    micro_batches: MicroBatchesOption = 1,
     mesh: Annotated[
         str | None,
         typer.Option(
@@ -99,13 +79,7 @@ def inspect(
     inference: Annotated[
         bool, typer.Option("--inference", help="Compile a forward alone, without gradients.")
     ] = False,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="Machine to decide and simulate for: a name in conf/cluster (dgx_h100, laptop, "
-            "…), or a YAML file with the same keys. Default: guessed from this one."
-        ),
-    ] = None,
+    cluster: ClusterOption = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="Write the simulated step to this file, as JSON for ui.perfetto.dev."),
@@ -123,6 +97,21 @@ def inspect(
             "--memory",
             help="Show what is kept for backward, repeated and gathered, by layer, and the curve.",
         ),
+    ] = False,
+    around_node: Annotated[
+        str | None,
+        typer.Option("--around", help="Show a node with what runs before and behind it."),
+    ] = None,
+    module: Annotated[
+        str | None,
+        typer.Option(
+            help="Show the nodes of a module, or of all that fit a pattern: 'blocks.*.mlp'. "
+            "Layers that are alike are shown once."
+        ),
+    ] = None,
+    show_lanes: Annotated[
+        bool,
+        typer.Option("--lanes", help="Show the simulated step as a picture, a row a lane."),
     ] = False,
     diff: Annotated[
         str | None,
@@ -151,74 +140,119 @@ def inspect(
     fxzero inspect model.py:tiny --step --micro-batches 8 --mesh 4x2 --schedule zb_h1
 
     fxzero inspect model.py:tiny --step --memory --options '{"memory_budget": "400MiB"}'
+
+    fxzero inspect model.py:tiny --lanes --module 'blocks.*'
     """
     out = console()
     with as_sentences(traceback):
+        subject = Subject(
+            target,
+            zero,
+            world_size,
+            rank,
+            batch_size,
+            seq_len,
+            inputs,
+            param_dtype,
+            reduce_dtype,
+            offload,
+            step,
+            clip_grad_norm,
+            micro_batches,
+            cluster,
+            options,
+        )
+        pipeline_ranks, ranks = mesh_of(mesh, world_size)
+        subject = replace(subject, world_size=ranks) if mesh is not None else subject
+        live = not subject.is_dump
         check_companions(
             {
-                "--micro-batches": (micro_batches > 1, "--step", step),
                 "--mesh": (mesh is not None, "--step", step),
                 "--schedule": (schedule != "1f1b", "--mesh", mesh is not None),
-                "--clip-grad-norm": (clip_grad_norm != 1.0, "--step", step),
                 "--inference": (inference, "no --step", not step),
                 "--reduce-dtype": (reduce_dtype is not None, "no --inference", not inference),
+                "--mesh, --inference, --trace and --plan": (
+                    mesh is not None or inference or trace is not None or plan is not None,
+                    "a model, not with a dump (fxzero trace reads one, and its plan.json is there)",
+                    live,
+                ),
             }
         )
-        pipeline_ranks, world_size = mesh_of(mesh, world_size)
-        if rank >= world_size:
-            raise ConfigError(f"rank {rank} is not in a world of {world_size} ranks")
-        config = settings_of(options, cluster, keep_text=diff is not None)
-        if diff is not None:
-            check_pass(diff, config, step)
+        subject.check()
+        if diff is not None and live:
+            check_pass(diff, subject.config(), step)
         check_file("--trace", trace)
         check_file("--plan", plan)
-        found = load(target)
-        settings: dict[str, Any] = {
-            "zero": zero,
-            "world_size": world_size,
-            "rank": rank,
-            "batch_size": batch_size,
-            **found.usual(dtype_of(param_dtype), seq_len, inputs),
-            "reduce_dtype": dtype_of(reduce_dtype),
-            "offload": offload,
-            "clip_grad_norm": clip_grad_norm or None,
-            "options": config,
-        }
-        pipeline = None
-        if pipeline_ranks:
-            if schedule != AUTO:
-                table_of(schedule, pipeline_ranks, micro_batches)  # raises before it takes time
-            micro_step = micro_step_of(found.build, micro_batches=micro_batches, **settings)
-            captured = micro_step.capture
-            pipeline = under(schedule, micro_step, pipeline_ranks, micro_batches)
+        detailed = around_node is not None or module is not None or show_lanes
+        if not live:
+            shown = _Shown(subject.analysis(), None, programs(target, rank) if code else [])
         else:
-            captured = capture(
-                found.build,
-                training=not inference,
-                step=step,
-                micro_batches=micro_batches,
-                **settings,
+            captured, pipeline = _captured(
+                subject, pipeline_ranks, schedule, training=not inference, keep_text=bool(diff)
             )
-        if trace is not None:
-            write_trace(trace, captured, pipeline.replayed if pipeline is not None else None)
-        if plan is not None:
-            captured.plan(config).write(plan)
+            if trace is not None:
+                write_trace(trace, captured, pipeline.replayed if pipeline is not None else None)
+            if plan is not None:
+                captured.plan(subject.config()).write(plan)
+            analysis = Analysis.of(captured, memory=memory, detail=detailed or diff is not None)
+            shown = _Shown(analysis, pipeline, codes(captured) if code else [])
+        views = [View(shown.analysis, detail) for detail in shown.analysis.details]
+        if detailed:
+            check_known(views, around_node, module)
+        if not memory:
+            shown = replace(shown, analysis=replace(shown.analysis, memory=()))
+        texts = tables.diffs(shown.analysis, diff) if diff is not None else []
+        lines = [
+            line
+            for view in views
+            for line in [
+                *(lanes(view.detail) if show_lanes else []),
+                *(around(view, around_node) if around_node is not None else []),
+                *(of_modules(view, module) if module is not None else []),
+            ]
+        ]
         if as_json:
-            data = Analysis.of(captured, memory=memory).to_json()
+            data = shown.analysis.to_json()
+            if not detailed:
+                del data["details"]
             if diff is not None:
-                data["diffs"] = tables.diffs(captured, diff)
+                data["diffs"] = texts
             if code:
-                data["code"] = codes(captured)
-            if pipeline is not None:
-                data["pipeline"] = pipeline.to_json()
+                data["code"] = shown.codes
+            if shown.pipeline is not None:
+                data["pipeline"] = shown.pipeline.to_json()
             typer.echo(json.dumps(data, indent=1, default=str))
-        elif diff is None and not code:
-            if pipeline is not None:
-                tables.print_pipeline(out, pipeline)
-            else:
-                tables.print_analysis(out, Analysis.of(captured, memory=memory))
-        else:
-            for text in tables.diffs(captured, diff) if diff is not None else []:
+        elif detailed or diff is not None or code:
+            for line in lines:
+                tables.print_text(out, line, "text")
+            for text in texts:
                 tables.print_text(out, text, "diff")
-            for text in codes(captured) if code else []:
+            for text in shown.codes:
                 tables.print_text(out, text, "python")
+        elif shown.pipeline is not None:
+            tables.print_pipeline(out, shown.pipeline)
+        else:
+            tables.print_analysis(out, shown.analysis)
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What there is to show, of a capture or of a dump."""
+
+    analysis: Analysis
+    pipeline: PipelineReport | None
+    codes: list[str]
+
+
+def _captured(
+    subject: Subject, pipeline_ranks: int, schedule: str, *, training: bool, keep_text: bool
+) -> tuple[Capture, PipelineReport | None]:
+    """The step of a model; one of its micro-steps where it is shown as a pipeline."""
+    if not pipeline_ranks:
+        return subject.captured(keep_text=keep_text, training=training), None
+    count = subject.micro_batches
+    if schedule != AUTO:
+        table_of(schedule, pipeline_ranks, count)  # raises before it takes time
+    build, settings = subject.settings(keep_text=keep_text)
+    micro_step = micro_step_of(build, **{k: v for k, v in settings.items() if k != "step"})
+    return micro_step.capture, under(schedule, micro_step, pipeline_ranks, count)

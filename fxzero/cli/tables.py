@@ -9,8 +9,9 @@ from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
+from fxzero.compiler.run import unified
 from fxzero.errors import ConfigError, nearest
-from fxzero.inspect import Analysis, Capture, MemoryReport, ScheduleRow
+from fxzero.inspect import Analysis, MemoryReport, ScheduleRow
 from fxzero.inspect.estimate import Estimate, StageEstimate
 from fxzero.inspect.formulas import DeepSpeedRow
 from fxzero.inspect.pipeline import PipelineReport
@@ -272,17 +273,22 @@ def transfers_table(analysis: Analysis) -> Table:
     return table
 
 
-def diffs(captured: Capture, name: str) -> list[str]:
+def diffs(analysis: Analysis, name: str) -> list[str]:
     """What a pass changed, in each graph.
 
     Raises:
         ConfigError: no pass of that name ran.
     """
-    records = [r for c in captured.compilations for r in c.records]
-    found = [r for r in records if r.name == name]
+    found = []
+    for detail in analysis.details:
+        for number, text in enumerate(detail.texts):
+            if text.name == name:
+                before = detail.texts[number - 1]
+                found.append(unified(name, before.text, text.text))
     if not found:
-        raise ConfigError(f"no pass {name!r} ran: {nearest(name, {r.name for r in records})}")
-    return [r.diff() or f"# {name} changed nothing here: {r.notes}" for r in found]
+        known = {text.name for detail in analysis.details for text in detail.texts}
+        raise ConfigError(f"no pass {name!r} ran: {nearest(name, known)}")
+    return [text or f"# {name} changed nothing here" for text in found]
 
 
 def print_text(console: Console, text: str, language: str) -> None:

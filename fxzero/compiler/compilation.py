@@ -314,7 +314,7 @@ class Compilation:
             NotSteadyError: it holds fewer micro-steps than the step has, and cannot.
         """
         given = self.facts | {Fact.CUT, Fact.RELEASED}
-        if self.keep_graphs and self.config.keep_text:
+        if self.keep_graphs:
             self.scheduled = graph.clone()
         spare = graph.clone() if self.budget_bytes is not None else None
         self.run(graph, self.pipelines.lowering, given)

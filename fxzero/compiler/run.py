@@ -35,15 +35,20 @@ class PassRecord:
 
     def diff(self) -> str:
         """A unified diff of the graph's text, before and after."""
-        lines = difflib.unified_diff(
-            self.before.splitlines(),
-            self.after.splitlines(),
-            f"before {self.name}",
-            f"after {self.name}",
-            lineterm="",
-            n=2,
-        )
-        return "\n".join(lines)
+        return unified(self.name, self.before, self.after)
+
+
+def unified(name: str, before: str, after: str) -> str:
+    """A unified diff of a graph's text, before and after a pass; empty if nothing changed."""
+    lines = difflib.unified_diff(
+        before.splitlines(),
+        after.splitlines(),
+        f"before {name}",
+        f"after {name}",
+        lineterm="",
+        n=2,
+    )
+    return "\n".join(lines)
 
 
 def check_contracts(passes: Sequence[Pass], given: Iterable[Fact] = ()) -> frozenset[Fact]:

@@ -60,6 +60,9 @@ class NodeRow:
     """The nodes that it reads, of the same body."""
     source: str = ""
     """The line of the user's code that it comes from."""
+    start_us: float | None = None
+    """When it begins in a simulated step for which the step before has started nothing; None inside
+    of a piece, and of what is no call."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,7 @@ class GraphDetail:
         decisions = compilation.context.decisions
         return GraphDetail(
             graph=number,
-            nodes=tuple(_node_rows(scheduled, costs)),
+            nodes=tuple(_node_rows(scheduled, costs, _starts(scheduled, costs, compilation))),
             spans=tuple(_spans(simulation)),
             stalls=tuple(_stalls(simulation)),
             kinds=kinds,
@@ -191,10 +194,23 @@ class GraphDetail:
         return found
 
 
-def _node_rows(graph: StepGraph, costs: CostModel) -> Iterator[NodeRow]:
+def _starts(graph: StepGraph, costs: CostModel, compilation: Compilation) -> dict[fx.Node, float]:
+    """When each node begins: those of a run together."""
+    program = tasks_of(graph, costs, fuses=compilation.config.fuses)
+    starts = replay(program.graph, range(len(program.graph))).start_us
+    return {
+        node: round(start, 3)
+        for group, start in zip(program.groups, starts, strict=True)
+        for node in group
+    }
+
+
+def _node_rows(
+    graph: StepGraph, costs: CostModel, starts: dict[fx.Node, float]
+) -> Iterator[NodeRow]:
     names = {key: spec.name for key, spec in graph.specs.items()}
     for node in graph.graph.nodes:
-        yield _node_row(node, "", names, costs)
+        yield replace(_node_row(node, "", names, costs), start_us=starts.get(node))
     for piece in called(graph.graph.nodes):
         for node in piece.body.nodes:
             yield _node_row(node, piece.__name__, names, costs)

@@ -187,6 +187,20 @@ def read(name: str) -> dict[int, Analysis]:
     return dict(sorted(found.items()))
 
 
+def programs(name: str, rank: int) -> list[str]:
+    """The schedules of a rank's graphs as Python, as text: nothing of it is run.
+
+    Raises:
+        ConfigError: one cannot be read.
+    """
+    path = Path(name)
+    folder = path if (path / HEAD).is_file() else path / f"rank{rank}"
+    try:
+        return [file.read_text() for file in sorted(folder.glob("graph*/schedule.py"))]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"a schedule.py in {folder} cannot be read: {error}") from None
+
+
 def _read_graph(folder: Path, part: Any) -> Analysis:
     number = part.get("graph") if isinstance(part, Mapping) else None
     if not isinstance(number, int):

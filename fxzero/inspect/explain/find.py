@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from fxzero.errors import ConfigError
+from fxzero.errors import ConfigError, nearest
 from fxzero.inspect.analysis import Analysis
 from fxzero.inspect.explain import nodes, subjects
 from fxzero.inspect.explain.explanation import Explanation
@@ -28,11 +27,9 @@ def explain(analysis: Analysis, what: str) -> list[Explanation]:
     if found:
         return found
     names = {name for view in views for name in _names(view)}
-    close = difflib.get_close_matches(what, sorted(names), n=5, cutoff=0.5)
-    hint = f"Near it are {', '.join(close)}. " if close else ""
     raise ConfigError(
-        f"{what!r} is no pass, bucket, parameter, node or module of this step. {hint}"
-        "fxzero inspect shows passes and buckets, and with --code the nodes."
+        f"{what!r} is no pass, bucket, parameter, node or module of this step: "
+        f"{nearest(what, names)} fxzero inspect shows passes and buckets, with --code the nodes."
     )
 
 

@@ -35,15 +35,15 @@ ROLES = {
 }
 
 KEEPS = (
-    ("recompute.repeat", "name the value to have it repeated"),
+    ("recompute.repeat", "name its module or operator to have it repeated"),
     ("recompute.policy", "full repeats each block from its input"),
     ("memory_budget", "a bound on the peak: values are repeated until it is met, cheapest first"),
     ("offload_activations.share", "keeps a part of such values on the host"),
 )
 REPEATS = (
-    ("recompute.save", "name the value to have it kept"),
-    ("recompute.max_nodes", "how long a chain of cheap operators may be repeated"),
-    ("recompute.policy", "none keeps everything that backward reads"),
+    ("recompute.save", "name its module or operator to have it kept"),
+    ("recompute.max_nodes", "most cheap operators to repeat for one value; 0 repeats none"),
+    ("recompute.policy", "cheap repeats no more than that, whatever the budget"),
 )
 KERNELS = (
     ("lower_kernels.force", "names of kernels to use wherever they fit, whatever was measured"),
@@ -112,12 +112,11 @@ def _what(view: View, row: NodeRow) -> Answer:
 def _cost(view: View, row: NodeRow) -> Answer:
     schedule = view.schedule
     step_us = schedule.makespan_us if schedule is not None else 0.0
-    span = view.spans.get(row.name)
     text = f"By the cost model {duration(row.us)} by itself"
     if step_us:
         text += f", {row.us / step_us:.2%} of the step"
-    if span is not None:
-        text += f"; in the schedule it begins at {duration(span.start_us)}"
+    if row.start_us is not None:
+        text += f"; in the schedule it begins at {duration(row.start_us)}"
     stall_us = view.stall_us.get(row.name, 0.0)
     if stall_us:
         text += f", after {duration(stall_us)} of waiting for a transfer"

@@ -1,0 +1,124 @@
+"""What a command looks at: a step that is compiled for it, or one that a run has dumped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fxzero.cli.arguments import (
+    DEFAULT_WORLD_SIZE,
+    Dtype,
+    check_companions,
+    dtype_of,
+    settings_of,
+)
+from fxzero.compiler.config import Config
+from fxzero.errors import ConfigError
+from fxzero.inspect import Analysis, Capture, capture
+from fxzero.inspect.dump import is_dump, read
+from fxzero.inspect.targets import load
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A target and the options that say what is compiled of it, as the command line gives them."""
+
+    target: str
+    zero: int = 3
+    world_size: int = DEFAULT_WORLD_SIZE
+    rank: int = 0
+    batch_size: int | None = None
+    seq_len: int | None = None
+    inputs: str | None = None
+    param_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = None
+    offload: bool = False
+    step: bool = False
+    clip_grad_norm: float = 1.0
+    micro_batches: int = 1
+    cluster: str | None = None
+    options: str = "{}"
+
+    @property
+    def is_dump(self) -> bool:
+        """Whether a run has decided already."""
+        return is_dump(self.target)
+
+    def check(self) -> None:
+        """See, before anything takes time, that the options go together.
+
+        Raises:
+            ConfigError: they do not; or the target is a dump, of which they say nothing.
+        """
+        if self.is_dump:
+            given = [
+                f"--{field.name.replace('_', '-')}"
+                for field in fields(self)
+                if field.name not in ("target", "rank")
+                and getattr(self, field.name) != field.default
+            ]
+            if given:
+                raise ConfigError(
+                    f"{', '.join(given)}: {self.target} is a dump, of a run that has decided "
+                    "already. Leave out what a capture would be told."
+                )
+            return
+        check_companions(
+            {
+                "--micro-batches": (self.micro_batches > 1, "--step", self.step),
+                "--clip-grad-norm": (self.clip_grad_norm != 1.0, "--step", self.step),
+            }
+        )
+        if self.rank >= self.world_size:
+            raise ConfigError(f"rank {self.rank} is not in a world of {self.world_size} ranks")
+
+    def captured(self, *, keep_text: bool = False, **changes: Any) -> Capture:
+        """Compile it.
+
+        Args:
+            keep_text: record the graph's text behind every pass.
+            changes: arguments of `fxzero.inspect.capture` that are other than said.
+        """
+        build, settings = self.settings(keep_text=keep_text)
+        return capture(build, **{**settings, **changes})
+
+    def settings(self, *, keep_text: bool = False) -> tuple[Callable[[], Any], dict[str, Any]]:
+        """What makes the model, and the arguments of `fxzero.inspect.capture`."""
+        found = load(self.target)
+        return found.build, {
+            "zero": self.zero,
+            "world_size": self.world_size,
+            "rank": self.rank,
+            "batch_size": self.batch_size,
+            **found.usual(dtype_of(self.param_dtype), self.seq_len, self.inputs),
+            "reduce_dtype": dtype_of(self.reduce_dtype),
+            "offload": self.offload,
+            "step": self.step,
+            "micro_batches": self.micro_batches,
+            "clip_grad_norm": self.clip_grad_norm or None,
+            "options": self.config(keep_text=keep_text),
+        }
+
+    def config(self, *, keep_text: bool = False) -> Config:
+        """The compiler's settings."""
+        return settings_of(self.options, self.cluster, keep_text)
+
+    def analysis(self, *, texts: bool = False) -> Analysis:
+        """All that is known of it, in detail.
+
+        Args:
+            texts: also the graph's text behind every pass.
+
+        Raises:
+            ConfigError: the dump is none, or has no such rank.
+        """
+        if not self.is_dump:
+            return Analysis.of(self.captured(keep_text=texts), memory=True, detail=True)
+        ranks = read(self.target)
+        if self.rank not in ranks:
+            raise ConfigError(
+                f"{self.target} holds ranks {', '.join(map(str, ranks))}, and not {self.rank}: "
+                "dumps of other hosts are on their disks"
+            )
+        return ranks[self.rank]
