@@ -13,6 +13,7 @@ from fxzero.cli.estimate import estimate
 from fxzero.cli.explain import explain
 from fxzero.cli.inspect import inspect
 from fxzero.cli.options import options
+from fxzero.cli.trace import trace
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -40,5 +41,5 @@ def fxzero(
     """
 
 
-for command in (diff, estimate, explain, inspect, options):
+for command in (diff, estimate, explain, inspect, options, trace):
     app.command()(command)

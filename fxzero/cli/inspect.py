@@ -43,7 +43,7 @@ from fxzero.inspect.dump import programs
 from fxzero.inspect.explain.view import View
 from fxzero.inspect.lines import around, check_known, lanes, of_modules
 from fxzero.inspect.pipeline import PipelineReport, micro_step_of, under
-from fxzero.inspect.trace import write_trace
+from fxzero.inspect.trace import trace_of, write_trace
 from fxzero.pipeline.schedules import AUTO, table_of
 
 
@@ -191,7 +191,9 @@ def inspect(
                 subject, pipeline_ranks, schedule, training=not inference, keep_text=bool(diff)
             )
             if trace is not None:
-                write_trace(trace, captured, pipeline.replayed if pipeline is not None else None)
+                replayed = pipeline.replayed if pipeline is not None else None
+                every = {rank: Analysis.of(captured, detail=True)}
+                write_trace(trace, trace_of(every, replayed))
             if plan is not None:
                 captured.plan(subject.config()).write(plan)
             analysis = Analysis.of(captured, memory=memory, detail=detailed or diff is not None)

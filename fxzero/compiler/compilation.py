@@ -17,7 +17,7 @@ from fxzero.capture.folded import marked_parameters, reveal
 from fxzero.capture.unfold_layers import unfold
 from fxzero.compiler import dump_folder
 from fxzero.compiler.config import Config
-from fxzero.compiler.dump_folder import RankFolder, asked_for, rank_folder
+from fxzero.compiler.dump_folder import PROFILE, RankFolder, asked_for, rank_folder
 from fxzero.compiler.fitting import Fitting
 from fxzero.compiler.pipelines import DECIDING, Pipelines
 from fxzero.compiler.placement import Placing, Tried, is_open
@@ -337,7 +337,7 @@ class Compilation:
             self.number = self.dump.next_graph()
         if self.config.cuda_graph:  # it is replayed, and not called
             return None
-        path = self.dump.graph(self.number) / f"{part}.trace.json.gz"
+        path = self.dump.graph(self.number) / f"{part}{PROFILE}"
         self.measured[part] = NodeTimes(path, self._write)
         return self.measured[part]
 

@@ -27,6 +27,8 @@ VARIABLE = "FXZERO_DUMP"
 """Of the environment: the folder, where no option names one."""
 HEAD = "dump.json"
 """The file that makes a folder a rank's dump."""
+PROFILE = ".trace.json.gz"
+"""What the name of a profile ends with, behind the part's."""
 
 
 def asked_for(option: str) -> str:

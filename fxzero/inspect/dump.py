@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fxzero.compiler.compilation import Compilation
-from fxzero.compiler.dump_folder import HEAD
+from fxzero.compiler.dump_folder import HEAD, PROFILE
 from fxzero.errors import ConfigError
 from fxzero.graph import StepGraph
 from fxzero.inspect.analysis import Analysis
@@ -199,6 +199,27 @@ def programs(name: str, rank: int) -> list[str]:
         return [file.read_text() for file in sorted(folder.glob("graph*/schedule.py"))]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"a schedule.py in {folder} cannot be read: {error}") from None
+
+
+def profiles(name: str) -> list[tuple[str, Path]]:
+    """The profiles of all ranks, with titles.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = Path(name)
+    folders = [path] if (path / HEAD).is_file() else sorted(path.glob("rank*"))
+    found = [
+        (f"{folder.name} {file.parent.name} {file.name.partition('.')[0]}", file)
+        for folder in folders
+        for file in sorted(folder.glob(f"graph*/*{PROFILE}"))
+    ]
+    if not found:
+        raise ConfigError(
+            f"{name} has no profile: a run writes one in its third step, if nothing else profiles "
+            "it. Dump three steps or more."
+        )
+    return found
 
 
 def _read_graph(folder: Path, part: Any) -> Analysis:

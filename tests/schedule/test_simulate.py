@@ -15,7 +15,8 @@ from fxzero.compiler.run import run_passes
 from fxzero.cost import FixedCosts
 from fxzero.graph import Lane
 from fxzero.inspect import capture
-from fxzero.inspect.trace import chrome_trace, write_trace
+from fxzero.inspect import Analysis
+from fxzero.inspect.trace import trace_of, write_trace
 from fxzero.passes import Bucket, Context, Prefetch
 from fxzero.schedule.engine import Task, TaskGraph
 from fxzero.schedule.simulate import Program, simulate, simulate_memory
