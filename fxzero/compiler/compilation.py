@@ -43,6 +43,13 @@ from fxzero.sharding.params import ModelState, ParamSpec, spec_of
 log = logging.getLogger("fxzero")
 
 
+CAPTURED, WAS_CUT = "capture", "cut"
+"""What stands for the name of a pass before the first one."""
+
+Call = Callable[[list[Any]], Any]
+"""What runs a part of the graph: of a list of inputs, which it empties."""
+
+
 @dataclass
 class Compilation:
     """One graph on its way through the compiler, and what was noted on the way."""
@@ -80,6 +87,12 @@ class Compilation:
     them."""
     tries: bool = False
     """Whether what it makes is tried, and may not be taken: warnings wait."""
+    look: Callable[[str, StepGraph], None] | None = None
+    """Called with a graph behind each pass; before the first one the name is `CAPTURED`, and of
+    what has been cut out of another graph `WAS_CUT`."""
+    around: Callable[[str, StepGraph, Call], Call] | None = None
+    """Makes of a part's callable another one: given ``step``, ``forward`` or ``backward``, and the
+    graph."""
     dump: RankFolder | None = None
     """Where what is known of it is written, if anywhere."""
     number: int | None = None
@@ -260,6 +273,8 @@ class Compilation:
             of: all passes among which these are the first, or the next; by default there are no
                 others.
         """
+        if self.look is not None:
+            self.look(WAS_CUT if given else CAPTURED, graph)
         self.records += run_passes(
             passes,
             graph,
@@ -267,6 +282,7 @@ class Compilation:
             given=given,
             keep_text=self.config.keep_text,
             observe=log_record,
+            look=self.look,
             of=of,
         )
         self.warn()
@@ -302,6 +318,8 @@ class Compilation:
         }
         part = "backward" if is_backward else "forward"
         call = executable(side, self.states(), gradients, times=self._times(part))
+        if self.around is not None:
+            call = self.around(part, side, call)
         self._write()
         if is_backward:  # before it everything that made the graph is still in use
             _compat.return_free_memory()
@@ -325,6 +343,8 @@ class Compilation:
             self.run(graph, [_waiting(one) for one in self.pipelines.lowering], given)
             self._verify_peak(graph)
         call = executable(graph, self.states(), times=self._times("step"))
+        if self.around is not None:
+            call = self.around("step", graph, call)
         self.folds = Folds()  # no other graph of this step comes
         self._write()
         return call

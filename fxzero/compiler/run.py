@@ -104,6 +104,7 @@ def run_passes(
     given: Iterable[Fact] = (),
     keep_text: bool = False,
     observe: Callable[[PassRecord], None] | None = None,
+    look: Callable[[str, StepGraph], None] | None = None,
     of: Sequence[Pass] = (),
 ) -> list[PassRecord]:
     """Run passes in order on a graph, and verify what they made of it.
@@ -112,6 +113,7 @@ def run_passes(
         given: facts that hold already.
         keep_text: record the graph's text before and after, for diffs.
         observe: called with each record as soon as it exists.
+        look: called with the graph behind each pass.
         of: where these are not all passes of their pipeline, all of them. The graph is verified
             behind the last.
     """
@@ -145,6 +147,8 @@ def run_passes(
         records.append(record)
         if observe is not None:
             observe(record)
+        if look is not None:
+            look(step.name, graph)
     if passes and not each and passes[-1] is every[-1]:
         _verify_end(graph, facts, passes[-1].name)
     return records

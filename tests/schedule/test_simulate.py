@@ -15,8 +15,7 @@ from fxzero.compiler.run import run_passes
 from fxzero.cost import FixedCosts
 from fxzero.graph import Lane
 from fxzero.inspect import capture
-from fxzero.inspect import Analysis
-from fxzero.inspect.trace import trace_of, write_trace
+from fxzero.inspect.trace import write_trace
 from fxzero.passes import Bucket, Context, Prefetch
 from fxzero.schedule.engine import Task, TaskGraph
 from fxzero.schedule.simulate import Program, simulate, simulate_memory

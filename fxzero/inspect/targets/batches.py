@@ -6,7 +6,7 @@
     else                                    by the names of forward's arguments, and by what the
                                             first layer reads: `fxzero.inspect.targets.signature`
 
-Tensors are fake here: they have shapes and dtypes, and no values.
+Where tensors are fake they have shapes and dtypes, and no values; elsewhere random ones.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _tensor(match: re.Match[str], shape: list[int], device: torch.device) -> Ten
     if match["high"] is not None and (dtype.is_floating_point or dtype.is_complex):
         raise ConfigError(f"--inputs: {what!r}: only whole numbers are below something")
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.randn(shape, dtype=dtype, device=device)
     high = 2 if match["high"] is None else int(match["high"])
     if high < 1:
         raise ConfigError(f"--inputs: {what!r}: nothing is below {high}")

@@ -1,0 +1,90 @@
+"""What a step must come to: the model itself, run eagerly on every rank's batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxzero._compat import pytree
+from fxzero.errors import CaptureError
+from fxzero.inspect.bisect.recorded import LR, Case
+from fxzero.inspect.capture import scalar_of
+from fxzero.inspect.targets import Batch
+
+
+def eager(case: Case) -> dict[str, list[Tensor]]:
+    """By name, a tensor's value on each rank: losses, full gradients averaged over the ranks and,
+    of a whole step, full parameters behind AdamW's.
+
+    Raises:
+        CaptureError: the model gives another loss when it is run again: it draws random numbers.
+    """
+    losses, gradients, names = [], [], []
+    model = None
+    for rank in range(case.world_size):
+        model, batch = case.model_and_batch(rank)
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        found = _run(case, model, batch)
+        _check_repeats(case, rank, found[0])
+        losses.append(found[0])
+        gradients.append(found[1])
+    means = [
+        None if any(g is None for g in parts) else torch.stack(parts).mean(0)
+        for parts in zip(*gradients, strict=True)
+    ]
+    result = {"loss": losses}
+    for name, mean in zip(names, means, strict=True):
+        if mean is not None:
+            result[f"gradient of {name}"] = [mean] * case.world_size
+    if case.step and model is not None:
+        named = dict(model.named_parameters())
+        for name, mean in zip(names, means, strict=True):
+            named[name].grad = mean
+        if case.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip_grad_norm)
+        torch.optim.AdamW(model.parameters(), fused=True, lr=LR).step()
+        for name in names:
+            result[f"{name} after the update"] = [named[name].detach()] * case.world_size
+    return result
+
+
+def _run(case: Case, model: torch.nn.Module, batch: Batch) -> tuple[Tensor, list[Tensor | None]]:
+    """The mean loss of the micro-batches, and its gradients."""
+    total: Tensor | None = None
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for part in _parts(batch, case.micro_batches):
+        loss = scalar_of(model(*part.args, **part.kwargs)) / case.micro_batches
+        loss.backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None
+    return total, [p.grad for p in parameters]
+
+
+def _parts(batch: Batch, count: int) -> list[Batch]:
+    if count == 1:
+        return [batch]
+    rows = batch.num_rows or count
+
+    def part(index: int) -> Batch:
+        def cut(value: Any) -> Any:
+            has_rows = isinstance(value, Tensor) and value.dim() and value.shape[0] == rows
+            return value.chunk(count)[index] if has_rows else value
+
+        args, kwargs = pytree.tree_map(cut, (batch.args, dict(batch.kwargs)))
+        return Batch(tuple(args), kwargs)
+
+    return [part(index) for index in range(count)]
+
+
+def _check_repeats(case: Case, rank: int, loss: Tensor) -> None:
+    model, batch = case.model_and_batch(rank)
+    torch.manual_seed(case.seed + 1234)
+    again, _ = _run(case, model, batch)
+    if not torch.allclose(loss, again, rtol=1e-6, atol=0, equal_nan=True):
+        raise CaptureError(
+            f"the model's loss is {loss.item():.6g}, and {again.item():.6g} when it runs again on "
+            "the same batch: it draws random numbers beyond nn.Dropout, and two orders of drawing "
+            "are two results. Return model.eval() from the factory, or set its dropout to 0."
+        )

@@ -1,0 +1,347 @@
+"""Which pass changes what a step computes: the graph behind each is run, and held against eager."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxzero.errors import ConfigError, FxZeroError
+from fxzero.graph import StepGraph
+from fxzero.graph.stamps import has_stamp, stamp_of
+from fxzero.inspect.bisect.lockstep import Lockstep
+from fxzero.inspect.bisect.recorded import (
+    BACKWARD,
+    FORWARD,
+    JOINT,
+    STEP,
+    Case,
+    Recording,
+    Snapshot,
+    record,
+)
+from fxzero.inspect.bisect.reference import eager
+from fxzero.passes.decision import DecidingPass
+from fxzero.settings import plain
+from fxzero.sharding.params import ParamSpec
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+"""Most that may differ, as a share of the tensor's largest element: what other orders of sums come
+to stays well below."""
+
+Named = dict[str, list[Tensor]]
+"""Tensors by what they are, on each rank."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One graph that was run."""
+
+    graph: int
+    part: str
+    behind: str
+    """The pass; ``capture`` or ``cut`` before the first one."""
+    worst: str
+    """The tensor that is furthest from what it should be; empty if none was compared."""
+    difference: float
+    """Of the tensor's largest element."""
+    rank: int
+    num_tensors: int = 0
+    """How many were compared, on each rank."""
+    error: str = ""
+    """Why it did not run."""
+
+    def fails(self, tolerance: float) -> bool:
+        """Whether it is another result."""
+        return bool(self.error) or not self.difference <= tolerance
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found."""
+
+    checks: tuple[Check, ...]
+    tolerance: float
+    culprit: Check | None
+    """The first graph that computes something else."""
+    decisions: tuple[str, ...] = ()
+    """Items of the pass's decision without any one of which the result is right."""
+    note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as what `json` can write."""
+        found: dict[str, Any] = plain(self)
+        return found
+
+
+def bisect(case: Case, observe: Callable[[Check], None] | None = None) -> Finding:
+    """Run the graph behind each pass, and name the first whose result differs.
+
+    Args:
+        observe: called with each check as soon as it is known.
+
+    Raises:
+        CaptureError: the model cannot be run, or draws random numbers.
+    """
+    tolerance = TOLERANCE[case.dtype]
+    reference = eager(case)
+    try:
+        ranks = [record(case, rank) for rank in range(case.world_size)]
+    except FxZeroError as error:
+        return _refused(error, tolerance)
+    checks: list[Check] = []
+    for number, recordings in enumerate(zip(*ranks, strict=True)):
+        alone = reference if len(ranks[0]) == 1 else None
+        for check, part, index in _checks(number, recordings, alone):
+            checks.append(check)
+            if observe is not None:
+                observe(check)
+            if check.fails(tolerance):
+                decisions = _decisions(check, part, index, recordings, alone, tolerance)
+                return Finding(tuple(checks), tolerance, check, tuple(decisions))
+    return Finding(tuple(checks), tolerance, None)
+
+
+def _refused(error: FxZeroError, tolerance: float) -> Finding:
+    """What the verifier found before anything ran."""
+    text = str(error)
+    words = text.partition("after ")[2].split()
+    check = Check(0, JOINT, words[0].strip("'\":,") if words else "", "", math.nan, 0, error=text)
+    return Finding((check,), tolerance, check)
+
+
+def _checks(
+    number: int, recordings: Sequence[Recording], reference: Named | None
+) -> Iterator[tuple[Check, str, int]]:
+    """Each graph's check, with the part and the place among its snapshots."""
+    expected = dict(reference or {})
+    whole = STEP in recordings[0].snapshots
+    first = STEP if whole else JOINT
+    for index in range(len(recordings[0].snapshots[first])):
+        snapshots = [recording.snapshots[first][index] for recording in recordings]
+        if any(_is_of_one_micro_batch(snapshot, recordings[0], first) for snapshot in snapshots):
+            continue
+        inputs = [_inputs(r, s.graph) for r, s in zip(recordings, snapshots, strict=True)]
+        yield _check(number, first, snapshots, inputs, expected), first, index
+    if whole:
+        return
+    yield from _of_sides(number, recordings, expected)
+
+
+def _is_of_one_micro_batch(snapshot: Snapshot, recording: Recording, part: str) -> bool:
+    """Whether a graph is of one micro-batch, and was called with all of them."""
+    names = [one.behind for one in recording.snapshots[part]]
+    if part != STEP or "accumulate" not in names:
+        return False
+    accumulate = next(
+        one for one in recording.compilation.pipelines.scheduling if one.name == "accumulate"
+    )
+    several = getattr(accumulate, "micro_batches", 1) > 1
+    return several and names.index(snapshot.behind) < names.index("accumulate")
+
+
+def _of_sides(
+    number: int, recordings: Sequence[Recording], expected: Named
+) -> Iterator[tuple[Check, str, int]]:
+    """Forward behind each lowering pass with backward as it was cut, then the same of backward."""
+    forwards = [recording.snapshots.get(FORWARD, []) for recording in recordings]
+    backwards = [recording.snapshots.get(BACKWARD, []) for recording in recordings]
+    if not forwards[0] or not backwards[0]:
+        return
+    for part, index in [
+        *((FORWARD, i) for i in range(len(forwards[0]))),
+        *((BACKWARD, i) for i in range(1, len(backwards[0]))),
+    ]:
+        front = [side[index if part == FORWARD else -1] for side in forwards]
+        back = [side[index if part == BACKWARD else 0] for side in backwards]
+        here = front if part == FORWARD else back
+        try:
+            found = _both(recordings, front, back)
+        except Exception as error:  # whatever a broken graph raises is the finding
+            yield _failed(number, part, here[0].behind, error), part, index
+            continue
+        yield _compared(number, part, here[0].behind, found, expected), part, index
+
+
+def _both(
+    recordings: Sequence[Recording], front: Sequence[Snapshot], back: Sequence[Snapshot]
+) -> Named:
+    """The results of a forward and the backward behind it."""
+    results = Lockstep([one.graph for one in front]).run([r.inputs[FORWARD] for r in recordings])
+    count = recordings[0].snapshots[JOINT][0].graph.num_forward_outputs
+    inputs = []
+    for recording, values in zip(recordings, results, strict=True):
+        saved = list(values[count:])
+        tangents = recording.inputs[BACKWARD][len(saved) :]
+        inputs.append([*saved, *tangents])
+    gradients = Lockstep([one.graph for one in back]).run(inputs)
+    graphs = [recording.snapshots[JOINT][-1].graph for recording in recordings]
+    values = [(*f[:count], *b) for f, b in zip(results, gradients, strict=True)]
+    return _named(graphs, values)
+
+
+def _inputs(recording: Recording, graph: StepGraph) -> list[Any]:
+    """What a joint graph is called with, by the names of its inputs."""
+    known: dict[str, Any] = {}
+    for part, values in recording.inputs.items():
+        last = recording.snapshots[part][-1].graph
+        names = [node.name for node in last.graph.find_nodes(op="placeholder")]
+        known |= dict(zip(names, values, strict=True))
+    return [known.get(node.name) for node in graph.graph.find_nodes(op="placeholder")]
+
+
+def _check(
+    number: int,
+    part: str,
+    snapshots: Sequence[Snapshot],
+    inputs: Sequence[Sequence[Any]],
+    expected: Named,
+) -> Check:
+    behind = snapshots[0].behind
+    graphs = [snapshot.graph for snapshot in snapshots]
+    copies = [[v.clone() if isinstance(v, Tensor) else v for v in values] for values in inputs]
+    try:
+        results = Lockstep(graphs, owns_inputs=True).run(copies)
+    except Exception as error:  # whatever a broken graph raises is the finding
+        return _failed(number, part, behind, error)
+    found = _named(graphs, results)
+    if part == STEP and any(map(_is_update, graphs[0].graph.nodes)):
+        found |= _updated(graphs, copies)
+    return _compared(number, part, behind, found, expected)
+
+
+def _is_update(node: fx.Node) -> bool:
+    return has_stamp(node) and stamp_of(node).made_by == "update"
+
+
+def _failed(number: int, part: str, behind: str, error: Exception) -> Check:
+    text = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return Check(number, part, behind, "", math.nan, 0, error=text)
+
+
+def _named(graphs: Sequence[StepGraph], results: Sequence[Sequence[Any]]) -> Named:
+    """A joint graph's outputs by what they are; gradients in full."""
+    graph = graphs[0]
+    found: Named = {}
+    for position in range(len(results[0])):
+        values = [result[position] for result in results]
+        if not all(isinstance(value, Tensor) for value in values):
+            continue
+        key = graph.gradients.get(position)
+        if key is not None:
+            specs = [one.specs[one.gradients[position]] for one in graphs]
+            found[f"gradient of {specs[0].name}"] = _full(values, specs)
+        elif position == (graph.loss if graph.loss is not None else 0):
+            found["loss"] = values
+        elif position < graph.num_forward_outputs:
+            found[f"output {position}"] = values
+    return found
+
+
+def _updated(graphs: Sequence[StepGraph], inputs: Sequence[Sequence[Any]]) -> Named:
+    """What the parameters are once the graph has run, in full."""
+    found: Named = {}
+    placeholders = zip(*(g.graph.find_nodes(op="placeholder") for g in graphs), strict=True)
+    for position, nodes in enumerate(placeholders):
+        if nodes[0] in graphs[0].inputs and nodes[0].meta.get("fxzero_source") is None:
+            values = [values[position] for values in inputs]
+            specs = [g.specs[g.inputs[n]] for g, n in zip(graphs, nodes, strict=True)]
+            found[f"{specs[0].name} after the update"] = _full(values, specs)
+    return found
+
+
+def _full(values: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]:
+    """A parameter's parts, or gradients, put together; as they are where every rank has all."""
+    if specs[0].shard_group is None or tuple(values[0].shape) != specs[0].local_shape:
+        return list(values)
+    return [torch.cat(list(values))] * len(values)
+
+
+def _compared(number: int, part: str, behind: str, found: Named, expected: Named) -> Check:
+    """The tensor that is furthest from what is expected; what nobody expects yet is from now on."""
+    worst, most, where, count = "", 0.0, 0, 0
+    for name, values in found.items():
+        if name not in expected:
+            expected[name] = [value.clone() for value in values]
+            continue
+        count += 1
+        for rank, (value, right) in enumerate(zip(values, expected[name], strict=True)):
+            difference = _difference(value, right)
+            if not difference <= most or not worst:
+                worst, most, where = name, difference, rank
+                if math.isnan(difference):
+                    return Check(number, part, behind, worst, difference, where, count)
+    return Check(number, part, behind, worst, most, where, count)
+
+
+def _difference(value: Tensor, right: Tensor) -> float:
+    """The largest difference, as a share of the largest element that is right."""
+    if value.shape != right.shape:
+        return float("inf")
+    if not value.numel():
+        return 0.0
+    value, right = value.double(), right.double()
+    scale = right.abs().max().item() or 1.0
+    return (value - right).abs().max().item() / scale
+
+
+def _decisions(
+    check: Check,
+    part: str,
+    index: int,
+    recordings: Sequence[Recording],
+    reference: Named | None,
+    tolerance: float,
+) -> Iterator[str]:
+    """The items of a pass's decision that are to blame: without one of them the graph is right."""
+    compilation = recordings[0].compilation
+    passes = (*compilation.pipelines.scheduling, *compilation.pipelines.lowering)
+    step = next((one for one in passes if one.name == check.behind), None)
+    made = compilation.context.decisions.made.get(check.behind)
+    if not isinstance(step, DecidingPass) or made is None or part not in (JOINT, STEP) or not index:
+        return
+    for field in dataclasses.fields(made):
+        items = getattr(made, field.name)
+        if not isinstance(items, tuple):
+            continue
+        for place, item in enumerate(items[:MOST_ITEMS]):
+            rest = dataclasses.replace(made, **{field.name: items[:place] + items[place + 1 :]})
+            if not _again(step, rest, check, part, index, recordings, reference).fails(tolerance):
+                yield f"{field.name}: {_short(item)}"
+
+
+MOST_ITEMS = 200
+"""Of a decision, that are tried one by one."""
+
+
+def _again(
+    step: DecidingPass[Any],
+    decision: Any,
+    check: Check,
+    part: str,
+    index: int,
+    recordings: Sequence[Recording],
+    reference: Named | None,
+) -> Check:
+    """The same pass with another decision."""
+    snapshots = []
+    for recording in recordings:
+        before = recording.snapshots[part][index - 1]
+        graph = before.graph.clone()
+        try:
+            step.apply(graph, decision, recording.compilation.context)
+        except (ConfigError, FxZeroError, AssertionError, KeyError, ValueError) as error:
+            return _failed(check.graph, part, check.behind, error)
+        snapshots.append(Snapshot(check.behind, graph, recording.compilation))
+    inputs = [_inputs(r, s.graph) for r, s in zip(recordings, snapshots, strict=True)]
+    return _check(check.graph, part, snapshots, inputs, dict(reference or {}))
+
+
+def _short(item: Any) -> str:
+    text = str(plain(item))
+    return text if len(text) <= 200 else f"{text[:200]}…"
