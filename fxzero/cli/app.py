@@ -8,6 +8,7 @@ import torch
 import typer
 
 from fxzero import __version__
+from fxzero.cli.bisect import bisect
 from fxzero.cli.diff import diff
 from fxzero.cli.estimate import estimate
 from fxzero.cli.explain import explain
@@ -41,5 +42,5 @@ def fxzero(
     """
 
 
-for command in (diff, estimate, explain, inspect, options, trace):
+for command in (bisect, diff, estimate, explain, inspect, options, trace):
     app.command()(command)

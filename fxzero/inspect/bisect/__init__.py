@@ -2,5 +2,6 @@
 
 from fxzero.inspect.bisect.recorded import Case
 from fxzero.inspect.bisect.search import Check, Finding, bisect
+from fxzero.inspect.bisect.slow import Timed, slow
 
-__all__ = ["Case", "Check", "Finding", "bisect"]
+__all__ = ["Case", "Check", "Finding", "Timed", "bisect", "slow"]

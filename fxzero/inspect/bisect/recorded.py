@@ -11,12 +11,13 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fxzero import _compat
 from fxzero._compat import pytree, reset_dynamo
@@ -47,6 +48,8 @@ class Case:
     clip_grad_norm: float | None = None
     config: Config = field(default_factory=Config)
     seed: int = 0
+    evaluates: bool = False
+    """Whether the model is in eval mode, as it draws random numbers in training."""
 
     def model_and_batch(self, rank: int) -> tuple[nn.Module, Batch]:
         """The model, equal on all ranks, and a rank's batch: each has another one.
@@ -74,7 +77,7 @@ class Case:
                 generator = torch.Generator().manual_seed(self.seed)
                 noise = torch.randn(parameter.shape, generator=generator, dtype=self.dtype)
                 parameter.data.add_(0.1 * noise)
-        return other, self.cast(batch)
+        return other.train(not self.evaluates and other.training), self.cast(batch)
 
     def cast(self, batch: Batch) -> Batch:
         """A batch whose floating-point tensors have the case's dtype."""
@@ -105,11 +108,12 @@ class Recording:
     """By part: ``joint``, then ``forward`` and ``backward``; of a whole step ``step`` alone."""
     inputs: dict[str, list[Any]] = field(default_factory=dict)
     """By part, what it was called with."""
-    _by_graph: dict[int, list[Snapshot]] = field(default_factory=dict)
+    _by_graph: dict[int, tuple[StepGraph, list[Snapshot]]] = field(default_factory=dict)
+    """By identity, which a graph keeps as long as it is held here."""
 
     def look(self, behind: str, graph: StepGraph) -> None:
         """Keep a graph; one that begins anew forgets what it was."""
-        kept = self._by_graph.setdefault(id(graph), [])
+        _, kept = self._by_graph.setdefault(id(graph), (graph, []))
         if behind == CAPTURED:
             kept.clear()
             self.snapshots[JOINT] = kept
@@ -119,7 +123,7 @@ class Recording:
 
     def around(self, part: str, graph: StepGraph, call: Call) -> Call:
         """Record what a part is called with."""
-        self.snapshots[part] = self._by_graph[id(graph)]
+        self.snapshots[part] = self._by_graph[id(graph)][1]
 
         def recorded(inputs: list[Any]) -> Any:
             self.inputs.setdefault(part, [_copied(value) for value in inputs])
@@ -130,7 +134,14 @@ class Recording:
 
 
 def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    """A copy; of numbers that are none, which a graph before may have made of what it did not
+    gather here, others."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach().clone()
+    if value.dtype.is_floating_point and not value.isfinite().all():
+        return torch.randn(value.shape, dtype=torch.float64).to(value.dtype)
+    return value
 
 
 @contextlib.contextmanager
@@ -170,32 +181,49 @@ def record(case: Case, rank: int) -> list[Recording]:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", FxZeroWarning)
-        model, batch = case.model_and_batch(rank)
-        shard(model, case.zero, mesh=init_device_mesh("cpu", (case.world_size,)))
-        if case.step:
-            _step(case, model, batch)
-        else:
-            options = {name: getattr(case.config, name) for name in vars(case.config)}
-            compiled = torch.compile(model, backend="fxzero", options=options)
-            scalar_of(compiled(*batch.args, **batch.kwargs)).backward()
+        one_step(case, case.config, rank)()
     reset_dynamo()
     return [recording for recording in found if recording.inputs]
 
 
-def _step(case: Case, model: nn.Module, batch: Batch) -> None:
-    step = TrainStep(
-        model,
-        torch.optim.AdamW(model.parameters(), fused=True, lr=LR),
-        None,
-        micro_batches=case.micro_batches,
-        clip_grad_norm=case.clip_grad_norm,
-        precision=Precision(),
-        scheduler=None,
-        config=case.config,
-        find_loss=scalar_of,
-        runs=True,
-    )
-    step(*batch.args, **batch.kwargs)
+def one_step(case: Case, config: Config, rank: int | None = None) -> Callable[[], Any]:
+    """A step of the case in the world that there is: of the loop forward and backward.
+
+    Args:
+        rank: whose batch it reads; the default is this process's.
+    """
+    if rank is None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+    model, batch = case.model_and_batch(rank)
+    shard(model, case.zero, mesh=_mesh())
+    if case.step:
+        step = TrainStep(
+            model,
+            torch.optim.AdamW(model.parameters(), fused=True, lr=LR),
+            None,
+            micro_batches=case.micro_batches,
+            clip_grad_norm=case.clip_grad_norm,
+            precision=Precision(),
+            scheduler=None,
+            config=config,
+            find_loss=scalar_of,
+            runs=True,
+        )
+        return lambda: step(*batch.args, **batch.kwargs)
+    options = {field.name: getattr(config, field.name) for field in fields(config)}
+    compiled = torch.compile(model, backend="fxzero", options=options)
+
+    def loop() -> None:
+        scalar_of(compiled(*batch.args, **batch.kwargs)).backward()
+        model.zero_grad()
+
+    return loop
+
+
+def _mesh() -> DeviceMesh | None:
+    if not dist.is_initialized():
+        return None
+    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 LR = 1e-2

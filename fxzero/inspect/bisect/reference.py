@@ -14,12 +14,16 @@ from fxzero.inspect.capture import scalar_of
 from fxzero.inspect.targets import Batch
 
 
+class DrawsError(CaptureError):
+    """A model that draws random numbers."""
+
+
 def eager(case: Case) -> dict[str, list[Tensor]]:
     """By name, a tensor's value on each rank: losses, full gradients averaged over the ranks and,
     of a whole step, full parameters behind AdamW's.
 
     Raises:
-        CaptureError: the model gives another loss when it is run again: it draws random numbers.
+        DrawsError: the model gives another loss when it is run again.
     """
     losses, gradients, names = [], [], []
     model = None
@@ -83,8 +87,8 @@ def _check_repeats(case: Case, rank: int, loss: Tensor) -> None:
     torch.manual_seed(case.seed + 1234)
     again, _ = _run(case, model, batch)
     if not torch.allclose(loss, again, rtol=1e-6, atol=0, equal_nan=True):
-        raise CaptureError(
+        raise DrawsError(
             f"the model's loss is {loss.item():.6g}, and {again.item():.6g} when it runs again on "
             "the same batch: it draws random numbers beyond nn.Dropout, and two orders of drawing "
-            "are two results. Return model.eval() from the factory, or set its dropout to 0."
+            "are two results. Set what it draws to nothing in the factory."
         )

@@ -25,7 +25,7 @@ from fxzero.inspect.bisect.recorded import (
     Snapshot,
     record,
 )
-from fxzero.inspect.bisect.reference import eager
+from fxzero.inspect.bisect.reference import DrawsError, eager
 from fxzero.passes.decision import DecidingPass
 from fxzero.settings import plain
 from fxzero.sharding.params import ParamSpec
@@ -89,7 +89,13 @@ def bisect(case: Case, observe: Callable[[Check], None] | None = None) -> Findin
         CaptureError: the model cannot be run, or draws random numbers.
     """
     tolerance = TOLERANCE[case.dtype]
-    reference = eager(case)
+    note = ""
+    try:
+        reference = eager(case)
+    except DrawsError:
+        case = dataclasses.replace(case, evaluates=True)
+        reference = eager(case)
+        note = "The model is in eval mode: in training it draws random numbers beyond nn.Dropout."
     try:
         ranks = [record(case, rank) for rank in range(case.world_size)]
     except FxZeroError as error:
@@ -103,8 +109,8 @@ def bisect(case: Case, observe: Callable[[Check], None] | None = None) -> Findin
                 observe(check)
             if check.fails(tolerance):
                 decisions = _decisions(check, part, index, recordings, alone, tolerance)
-                return Finding(tuple(checks), tolerance, check, tuple(decisions))
-    return Finding(tuple(checks), tolerance, None)
+                return Finding(tuple(checks), tolerance, check, tuple(decisions), note)
+    return Finding(tuple(checks), tolerance, None, note=note)
 
 
 def _refused(error: FxZeroError, tolerance: float) -> Finding:

@@ -27,14 +27,13 @@ def model_of(config: Any) -> nn.Module:
     """The model of a configuration, with the head that it was trained with, in train mode; or with
     one that its kind is trained with, where the configuration names none.
 
-    Its values are not set: where it is called tensors have none, and some ways to draw them read
-    what they have drawn.
+    Where tensors have no values none are set: some ways to draw them read what they have drawn.
     """
     import transformers
 
     named = (getattr(config, "architectures", None) or [None])[0]
     kind = getattr(transformers, named, None) if isinstance(named, str) else None
-    with _without_values():
+    with _without_values() if is_fake(torch.empty(0)) else contextlib.nullcontext():
         if kind is not None:
             made = asked(lambda: kind(config), f"{named}(config)")
         else:
