@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxzero._compat import is_fake
 from fxzero.errors import ConfigError, nearest
 from fxzero.inspect.targets.calls import asked
 from fxzero.inspect.targets.presets import Preset
