@@ -176,8 +176,8 @@ def print_finding(out: Console, found: Finding, step: bool) -> None:
     if culprit is None:
         left_out = " gather_ahead was off: it works across steps." if step else ""
         out.print(
-            f"every graph gives the result of the eager model, within {found.tolerance:.0e} of the "
-            f"largest element.{left_out}",
+            f"no pass changes a result, within {found.tolerance:.0e} of the tensor's largest "
+            f"element.{left_out}",
             highlight=False,
         )
         return

@@ -100,6 +100,11 @@ def bisect(case: Case, observe: Callable[[Check], None] | None = None) -> Findin
         ranks = [record(case, rank) for rank in range(case.world_size)]
     except FxZeroError as error:
         return _refused(error, tolerance)
+    if len(ranks[0]) > 1:
+        note = (
+            f"{note} The step is {len(ranks[0])} graphs: each is held against itself as it was "
+            "captured, and not against eager."
+        ).strip()
     checks: list[Check] = []
     for number, recordings in enumerate(zip(*ranks, strict=True)):
         alone = reference if len(ranks[0]) == 1 else None
@@ -244,7 +249,7 @@ def _named(graphs: Sequence[StepGraph], results: Sequence[Sequence[Any]]) -> Nam
             found[f"gradient of {specs[0].name}"] = _full(values, specs)
         elif position == (graph.loss if graph.loss is not None else 0):
             found["loss"] = values
-        elif position < graph.num_forward_outputs:
+        else:
             found[f"output {position}"] = values
     return found
 
