@@ -294,6 +294,6 @@ for (name, ours), theirs in zip(compiled.named_parameters(), plain.parameters(),
     assert torch.equal(gradient, theirs.grad)
     print(f"{name}: the gradient is eager's, its norm {gradient.norm():.4f}")
 
-# From here `torchrun --nproc-per-node 4` makes the ranks real, and nothing else changes:
-# `examples/train.py` trains a GPT that way. For a model of your own, `fxzero inspect` shows the
-# same passes, diffs and times.
+# Where a script has these two lines, `torchrun --nproc-per-node 4` makes the ranks real: that is
+# how `examples/train.py` trains a GPT. For a model of your own, `fxzero inspect` shows the same
+# passes, diffs and times.
