@@ -88,5 +88,5 @@ class Block(nn.Module):
 
 
 def deep() -> Net:
-    """Seven equal layers, of which most passes see five."""
-    return Net(layers=nn.Sequential(*(Block() for _ in range(7))))
+    """Nine equal layers, of which most passes see five."""
+    return Net(layers=nn.Sequential(*(Block() for _ in range(9))))

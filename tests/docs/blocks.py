@@ -40,5 +40,5 @@ def _console(found: re.Match[str]) -> str:
 
 def _python(found: re.Match[str]) -> str:
     printed = outputs.execute(found["code"])
-    shown = f"\n\n```text\n{printed}\n```" if printed else ""
-    return f"<!-- python -->\n```python\n{found['code']}```{shown}"
+    assert printed, f"Python of a page prints nothing:\n{found['code']}"
+    return f"<!-- python -->\n```python\n{found['code']}```\n\n```text\n{printed}\n```"

@@ -21,11 +21,15 @@ def commands() -> dict[str, Any]:
 
 def page(name: str, command: Any) -> str:
     """One command; blocks are still to be filled."""
-    parts = [f"# `fxzero {name}`", _prose(inspect.cleandoc(command.help or "")), *_usage(name, command)]
+    parts = [
+        f"# `fxzero {name}`",
+        _prose(inspect.cleandoc(command.help or "")),
+        *_usage(name, command),
+    ]
     if COMMANDS.get(name):
         parts.append("## Examples")
-    for says, line in COMMANDS.get(name, ()):
-        parts += [says, f"<!-- run: {line} -->"]
+    for example in COMMANDS.get(name, ()):
+        parts += [example.says, f"<!-- run: {example.line} -->"]
     if (ROOT / "docs" / f"{name}.md").exists():  # more about it, without its title
         parts += ["## More", f'--8<-- "{name}.md:2:"']
     return "\n\n".join(parts) + "\n"

@@ -13,50 +13,58 @@ NETS = "examples.small_nets:"
 ON = "--cluster dgx_h100"
 """Said each time, so that nothing depends on the machine that runs it."""
 
-COMMANDS: dict[str, tuple[tuple[str, str], ...]] = {
+
+@dataclass(frozen=True)
+class Example:
+    """A command of a command's page."""
+
+    line: str
+    says: str
+
+
+COMMANDS: dict[str, tuple[Example, ...]] = {
     "inspect": (
-        (
-            "The passes in their order, what travels, and what the step takes. The tables come first.",
+        Example(
             f"fxzero inspect {NETS}two_layers {ON}",
+            "The passes in their order, what travels, and what the step takes.",
         ),
-        (
-            "What one pass changed, as a diff of the graph. Every pass has a page with such a diff.",
+        Example(
             f"fxzero inspect {NETS}two_layers {ON} --step --micro-batches 2 --diff clip_grads",
+            "What one pass changed, as a diff of the graph. Every pass has a page with one.",
         ),
-        (
-            "The scheduled graph as Python: pieces as functions, then the step that calls them. Node "
-            "order is launch order.",
+        Example(
             f"fxzero inspect {NETS}two_layers {ON} --code",
+            "The scheduled graph as Python: pieces as functions, then the step that calls them. "
+            "Node order is launch order.",
         ),
-        (
-            "What is kept for backward, what is repeated and what is gathered, by layer; the last line "
-            "is what is held over time. [Memory](../concepts/memory.md) has this with a budget.",
+        Example(
             f"fxzero inspect examples.models:gpt_nano {ON} --memory | tail -n 11",
+            "What is kept for backward, what is repeated and what is gathered, by layer; the last "
+            "line is what is held over time. [Memory](../concepts/memory.md) has it with a budget.",
         ),
-        (
+        Example(
+            f"fxzero inspect examples.models:gpt_nano {ON} --step --micro-batches 8 --mesh 4x1",
             "The same model as a pipeline of four ranks.",
-            "fxzero inspect examples.models:gpt_nano --step --micro-batches 8 --mesh 4x1 "
-            f"--schedule 1f1b {ON}",
         ),
     ),
     "estimate": (
-        (
-            "All ZeRO stages side by side, for ranks that are not there.",
-            f"fxzero estimate examples.models:gpt_nano --world-size 8 {ON}",
+        Example(
+            f"fxzero estimate examples.models:gpt_nano --world-size 64 {ON} --zero 0 --zero 3",
+            "Stages side by side, for ranks that are not there; without `--zero` all four.",
         ),
-        (
-            "From a number of parameters alone, by the formulas of the ZeRO paper.",
+        Example(
             "fxzero estimate --params 7.5e9 --world-size 64",
+            "From a number of parameters alone, by the formulas of the ZeRO paper.",
         ),
     ),
     "options": (
-        (
-            "The first settings. The whole text is `conf/fxzero/default.yaml`, too.",
+        Example(
             "fxzero options | head -n 24",
+            "The first settings. The whole text is `conf/fxzero/default.yaml`, too.",
         ),
     ),
 }
-"""By command: a sentence, and what is run."""
+"""By command; nothing that depends on the machine."""
 
 EAGER: dict[str, Any] = {"lower_regions": {"backend": "eager"}}
 """torch's own operators one by one, which are easier to read than pieces."""
@@ -103,9 +111,7 @@ PASSES: dict[str, Shown] = {
         options={**EAGER, "tile_linear": {"max_bytes": 512}},
         says="Both weights are 1024 bytes, which is twice what is allowed here: two blocks each.",
     ),
-    "outline": Shown(
-        options={}, says="The pieces that are called stand behind the graph."
-    ),
+    "outline": Shown(options={}, says="The pieces that are called stand behind the graph."),
     "accumulate": Shown(
         words="--step --micro-batches 2 --clip-grad-norm 0",
         says="The second micro-batch, and the sums of both.",
@@ -145,9 +151,13 @@ PASSES: dict[str, Shown] = {
         lines=40,
         says="Only what has the time to go and to come back does. (The first lines.)",
     ),
-    "prefetch": Shown(options=BY_LAYER, says="Gathers start one bucket ahead; the set of nodes stays."),
+    "prefetch": Shown(
+        options=BY_LAYER, says="Gathers start one bucket ahead; the set of nodes stays."
+    ),
     "join_copies": Shown(
-        words="--offload", options=BY_LAYER, says="The second copy starts before the first is waited for."
+        words="--offload",
+        options=BY_LAYER,
+        says="The second copy starts before the first is waited for.",
     ),
     "lower_transfers": Shown(
         options=BY_LAYER, gloo=True, says="Forward, then backward, each a graph of its own by now."

@@ -76,7 +76,7 @@ def _filtered(lines: list[str], words: Sequence[str]) -> list[str]:
 
 
 def _lowered_for_gloo() -> AbstractContextManager[Any]:
-    return mock.patch("fxzero.passes.lower_transfers.backend_of", lambda *_: "gloo")
+    return mock.patch("fxzero.passes.lower_transfers.backend_of", return_value="gloo")
 
 
 def execute(code: str) -> str:

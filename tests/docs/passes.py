@@ -25,8 +25,8 @@ _DOORS = {Door.LOOP: "`torch.compile`", Door.STEP: "`compile_step`"}
 _INDEX = """\
 # Passes
 
-A pass decides one thing about a step graph, and rewrites it. They run in this order; each page shows
-a graph before and after.
+A pass decides one thing about a step graph, and rewrites it. They run in this order; each page
+shows a graph before and after.
 
 | pass | what it does | runs in |
 |---|---|---|
@@ -121,8 +121,8 @@ def _example(name: str) -> str:
         note = ""
         if shown.gloo:
             note = (
-                "\n\nRanks in name only have no gloo, so there `fxzero inspect` shows nothing; this "
-                "was run as if they had."
+                "\n\nRanks in name only have no gloo, so that `fxzero inspect` shows nothing for "
+                "them; this was run as if they had."
             )
         gloo = " over gloo" if shown.gloo else ""
         return f"{shown.says}{note}\n\n<!-- run{gloo}: {shown.command(name)} -->"
