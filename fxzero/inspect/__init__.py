@@ -2,6 +2,7 @@
 
 from fxzero.inspect.analysis import Analysis, PassRow, ScheduleRow, TransferRow
 from fxzero.inspect.capture import Capture, capture
+from fxzero.inspect.joint import joint_graph
 from fxzero.inspect.memory import MemoryReport, MemoryRow
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "ScheduleRow",
     "TransferRow",
     "capture",
+    "joint_graph",
 ]
