@@ -1,8 +1,7 @@
 """Compile a step with real values on one of some ranks that exist in name only, and keep each graph
 on its way: before the first pass, and behind every one.
 
-What collectives return there is undefined, and nobody reads it: what a part was called with is
-recorded, and the graphs are run again in lockstep.
+Nothing runs there: what a part is called with is recorded, and the graphs are run in lockstep.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fxzero import _compat
@@ -25,6 +24,7 @@ from fxzero.compiler.compilation import CAPTURED, WAS_CUT, Call, Compilation, ob
 from fxzero.compiler.config import Config
 from fxzero.errors import FxZeroWarning
 from fxzero.graph import StepGraph
+from fxzero.graph.operators import hint
 from fxzero.inspect.capture import fake_ranks, scalar_of
 from fxzero.inspect.targets import Batch, Sizes, model_and_batch
 from fxzero.sharding.precision import Precision
@@ -122,26 +122,33 @@ class Recording:
         kept.append(Snapshot(behind, graph.clone(), self.compilation))
 
     def around(self, part: str, graph: StepGraph, call: Call) -> Call:
-        """Record what a part is called with."""
+        """Record what a part is called with. It does not run, as what is broken may end the
+        process: it returns anything of the right shapes."""
         self.snapshots[part] = self._by_graph[id(graph)][1]
+        (outputs,) = graph.output.args
+        values = [one.meta.get("val") if isinstance(one, fx.Node) else one for one in outputs]
 
         def recorded(inputs: list[Any]) -> Any:
             self.inputs.setdefault(part, [_copied(value) for value in inputs])
-            return call(inputs)
+            inputs.clear()
+            return [_anything_like(value) for value in values]
 
         recorded._boxed_call = True  # type: ignore[attr-defined]
         return recorded
 
 
 def _copied(value: Any) -> Any:
-    """A copy; of numbers that are none, which a graph before may have made of what it did not
-    gather here, others."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _anything_like(value: Any) -> Any:
+    """Something of an output's shape and dtype."""
     if not isinstance(value, Tensor):
-        return value
-    value = value.detach().clone()
-    if value.dtype.is_floating_point and not value.isfinite().all():
-        return torch.randn(value.shape, dtype=torch.float64).to(value.dtype)
-    return value
+        return hint(value) if isinstance(value, torch.SymInt) else value
+    sizes = [hint(size) for size in value.shape]
+    if value.dtype.is_floating_point:
+        return torch.randn(sizes, dtype=torch.float64).to(value.dtype)
+    return torch.zeros(sizes, dtype=value.dtype)
 
 
 @contextlib.contextmanager

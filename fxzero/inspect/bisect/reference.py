@@ -45,7 +45,7 @@ def eager(case: Case) -> dict[str, list[Tensor]]:
     if case.step and model is not None:
         named = dict(model.named_parameters())
         for name, mean in zip(names, means, strict=True):
-            named[name].grad = mean
+            named[name].grad = None if mean is None else mean.clone()  # which clipping changes
         if case.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip_grad_norm)
         torch.optim.AdamW(model.parameters(), fused=True, lr=LR).step()

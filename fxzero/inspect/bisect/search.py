@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,8 +122,8 @@ def bisect(case: Case, observe: Callable[[Check], None] | None = None) -> Findin
 def _refused(error: FxZeroError, tolerance: float) -> Finding:
     """What the verifier found before anything ran."""
     text = str(error)
-    words = text.partition("after ")[2].split()
-    check = Check(0, JOINT, words[0].strip("'\":,") if words else "", "", math.nan, 0, error=text)
+    behind = re.search(r"after pass '(\w+)'", text)
+    check = Check(0, JOINT, behind[1] if behind else "", "", math.nan, 0, error=text)
     return Finding((check,), tolerance, check)
 
 
@@ -202,7 +203,8 @@ def _inputs(recording: Recording, graph: StepGraph) -> list[Any]:
     for part, values in recording.inputs.items():
         last = recording.snapshots[part][-1].graph
         names = [node.name for node in last.graph.find_nodes(op="placeholder")]
-        known |= dict(zip(names, values, strict=True))
+        # What backward saved is not what it is called with there: nothing has run.
+        known = dict(zip(names, values, strict=True)) | known
     return [known.get(node.name) for node in graph.graph.find_nodes(op="placeholder")]
 
 

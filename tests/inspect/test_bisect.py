@@ -1,0 +1,263 @@
+"""Each pass that is broken on purpose is named; a healthy compiler has none to name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from fxzero.compiler.config import Config
+from fxzero.graph import Role, StepGraph
+from fxzero.inspect.bisect import Case, Finding, bisect, slow
+from fxzero.inspect.targets import Sizes
+from fxzero.passes import (
+    Bucket,
+    Prefetch,
+    Recompute,
+    ShardGrads,
+    ShardParams,
+    Update,
+)
+from fxzero.passes.base import Pass
+
+EAGER: dict[str, Any] = {"lower_regions": {"backend": "eager"}, "gather_ahead": {"enabled": False}}
+aten = torch.ops.aten
+
+
+class Net(nn.Module):
+    """Two layers of one shape, so that parameters may be mistaken for each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.5)
+
+    def example_inputs(self, batch_size: int) -> tuple[Tensor]:
+        """Tokens: (B, 5)."""
+        return (torch.randint(11, (batch_size, 5)),)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, 5) → scalar."""
+        x = self.drop(self.first(self.embed(tokens)))
+        x = self.second(nn.functional.gelu(x) * torch.sigmoid(x))
+        return (x * x).mean()
+
+
+def case(**changes: Any) -> Case:
+    """The net, at stage 3, on two ranks."""
+    options = {**EAGER, **changes.pop("options", {})}
+    settings: dict[str, Any] = {"config": Config.from_options(options), **changes}
+    return Case(Net, Sizes(4, None, None), **settings)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_nothing_is_found_in_the_loop(zero: int) -> None:
+    """Every graph was run, and compared in every tensor: the loss, and five gradients."""
+    found = bisect(case(zero=zero))
+    assert found.culprit is None
+    passes = {check.behind for check in found.checks}
+    assert {"capture", "recompute", "shard_grads", "bucket", "prefetch", "cut"} <= passes
+    assert all(check.num_tensors == 6 and check.difference < 1e-12 for check in found.checks)
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_nothing_is_found_in_a_step(clip: float | None) -> None:
+    """With the update the parameters behind it are compared, too."""
+    found = bisect(case(step=True, micro_batches=2, clip_grad_norm=clip))
+    assert found.culprit is None
+    by_pass = {check.behind: check for check in found.checks}
+    assert "stamp" not in by_pass, "a graph of one micro-batch is not called with two"
+    assert by_pass["accumulate"].num_tensors == by_pass["update"].num_tensors == 6
+    # AdamW divides by roots of squares: what is 1e-16 in a gradient may be more behind it.
+    assert all(check.difference < 1e-9 for check in found.checks)
+
+
+def calls(graph: StepGraph, target: Any) -> list[fx.Node]:
+    """The nodes that call something, in pieces too."""
+    return [node for node in graph.graph.nodes if node.target is target]
+
+
+def sums(graph: StepGraph) -> None:
+    """Gradients are added up, not averaged."""
+    for node in calls(graph, torch.ops._c10d_functional.reduce_scatter_tensor_coalesced.default):
+        node.args = (node.args[0], "sum", *node.args[2:])
+
+
+def swaps(graph: StepGraph) -> None:
+    """Two parameters of one shape change places in a bucket."""
+    parts = [node for node in graph.nodes(role=Role.PART) if "gather" in str(node.args[0])]
+    by_shape: dict[tuple[int, ...], fx.Node] = {}
+    for part in parts:
+        other = by_shape.setdefault(tuple(part.meta["val"].shape), part)
+        if other is not part and other.args[0] is part.args[0]:
+            other.args, part.args = part.args, other.args
+            return
+    raise AssertionError("no two parts of one shape")
+
+
+def repeats_something_else(graph: StepGraph) -> None:
+    """What backward repeats is not what forward did."""
+    for node in graph.graph.nodes:
+        stamp = node.meta.get("fxzero")
+        if stamp is not None and stamp.again and node.target is aten.sigmoid.default:
+            node.target = aten.tanh.default
+            return
+    raise AssertionError("nothing is repeated")
+
+
+def reads_the_wrong_shard(graph: StepGraph) -> None:
+    """A parameter is gathered from another one's shards."""
+    launches = list(graph.nodes(role=Role.LAUNCH))
+    gathers = [node for node in launches if "all_gather" in str(node.target)]
+    by_shape: dict[tuple[int, ...], fx.Node] = {}
+    for node in gathers:
+        (sent,) = node.args[0]
+        other = by_shape.setdefault(tuple(sent.meta["val"].shape), node)
+        if other is not node and other.args[0] != node.args[0]:
+            node.args = (other.args[0], *node.args[1:])
+            return
+    raise AssertionError("no two shards of one shape")
+
+
+def frees_too_early(graph: StepGraph) -> None:
+    """A release comes before the last reader."""
+    release = calls(graph, torch.ops.fxzero.release.default)[0]
+    readers = [n for n in graph.graph.nodes if n in {u for a in release.args[0] for u in a.users}]
+    first = next(node for node in readers if node is not release)
+    first.prepend(release)
+
+
+def updates_the_other_way(graph: StepGraph) -> None:
+    """A parameter moves the other way: AdamW's first step knows the sign alone."""
+    update = next(iter(graph.nodes(role=Role.UPDATE)))
+    grads = list(update.args[1])
+    with graph.graph.inserting_before(update), graph.made_for(update):
+        grads[0] = graph.call(aten.neg.default, (grads[0],), stamp=grads[0].meta["fxzero"])
+    update.args = (update.args[0], grads, *update.args[2:])
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let a pass do something else besides, and the verifier not look."""
+
+    def breaks(kind: type[Pass], what: Callable[[StepGraph], None]) -> None:
+        run = kind.run
+
+        def runs(self: Any, graph: StepGraph, ctx: Any) -> Any:
+            notes = run(self, graph, ctx)
+            what(graph)
+            return notes
+
+        monkeypatch.setattr(kind, "run", runs)
+        monkeypatch.setattr("fxzero.compiler.run.verify", lambda *_, **__: None)
+
+    return breaks
+
+
+BROKEN = [
+    (ShardParams, reads_the_wrong_shard, {}),
+    (ShardGrads, sums, {}),
+    (Bucket, swaps, {}),
+    (Prefetch, frees_too_early, {}),
+    (Recompute, repeats_something_else, {}),
+    (Update, updates_the_other_way, {"step": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "changes"), BROKEN, ids=[kind.name for kind, _, _ in BROKEN]
+)
+def test_a_broken_pass_is_named(
+    broken: Callable[..., None],
+    kind: type[Pass],
+    what: Callable[[StepGraph], None],
+    changes: dict[str, Any],
+) -> None:
+    """With the tensor that differs, and by how much."""
+    broken(kind, what)
+    found = bisect(case(**changes))
+    assert found.culprit is not None
+    assert found.culprit.behind == kind.name
+    assert found.culprit.error or found.culprit.worst
+    assert not found.culprit.difference <= 1e-3
+    assert all(not check.fails(found.tolerance) for check in found.checks[:-1])
+
+
+def test_the_decision_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where without one item of it the result is right, that item is to blame."""
+    apply = Recompute.apply
+
+    def applies(self: Any, graph: StepGraph, decision: Any, ctx: Any) -> Any:
+        notes = apply(self, graph, decision, ctx)
+        for node in graph.graph.nodes:
+            stamp = node.meta.get("fxzero")
+            if stamp is not None and stamp.again and node.target is aten.sigmoid.default:
+                node.target = aten.tanh.default
+        return notes
+
+    monkeypatch.setattr(Recompute, "apply", applies)
+    found = bisect(case())
+    assert found.culprit is not None
+    assert found.culprit.behind == "recompute"
+    assert found.decisions
+    assert all("sigmoid" in item for item in found.decisions)
+
+
+def test_what_the_verifier_refuses_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pass that breaks a rule is found before anything runs."""
+    run = Prefetch.run
+
+    def runs(self: Any, graph: StepGraph, ctx: Any) -> Any:
+        notes = run(self, graph, ctx)
+        frees_too_early(graph)
+        return notes
+
+    monkeypatch.setattr(Prefetch, "run", runs)
+    found = bisect(case())
+    assert found.culprit is not None
+    assert found.culprit.behind == "prefetch"
+    assert "release" in found.culprit.error
+
+
+class Draws(nn.Module):
+    """Noise that no module's dropout makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 4) → scalar."""
+        x = self.layer(x)
+        return (x * torch.rand_like(x) if self.training else x).pow(2).sum()
+
+
+def test_a_model_that_draws_is_put_in_eval_mode() -> None:
+    """Two orders of drawing are two results; it is said."""
+    found = bisect(Case(Draws, Sizes(4, None, "x=float64[B,4]"), config=Config.from_options(EAGER)))
+    assert found.culprit is None
+    assert "eval mode" in found.note
+
+
+def test_times_without_each_pass() -> None:
+    """All settings are restored for the last run, and each was another one."""
+    rows: tuple[Any, ...] = slow(case(dtype=torch.float32, world_size=1), steps=2)
+    names = [row.without for row in rows]
+    assert names[0] == names[-1] == ""
+    assert {"recompute", "bucket", "prefetch"} <= set(names)
+    assert len(set(names[1:-1])) == len(names) - 2
+    assert all(len(row.steps_ms) == 2 and row.step_ms > 0 for row in rows)
+
+
+def test_findings_are_plain_data() -> None:
+    """What the command prints as JSON."""
+    found = bisect(case())
+    assert isinstance(found, Finding)
+    assert set(found.to_json()) == {"checks", "tolerance", "culprit", "decisions", "note"}
