@@ -46,4 +46,4 @@ def below_autograd() -> Any:
 
 def is_profiling() -> bool:
     """Whether a profiler records already: a second one cannot."""
-    return bool(torch.autograd._profiler_enabled())
+    return bool(torch._C._autograd._profiler_enabled())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
 from rich.table import Table
 
 from fxzero.cli.arguments import (
@@ -108,10 +108,10 @@ def explain(
 def print_explanation(out: Console, found: Explanation) -> None:
     """Questions and answers, then the options."""
     out.print(f"[bold]{escape(found.kind)} {escape(found.name)}[/]", highlight=False)
-    out.print(Padding(escape(found.title), (0, 0, 0, 2)), highlight=False)
+    out.print(_indented(out, found.title), highlight=False, markup=False)
     for answer in found.answers:
         out.print(f"\n[bold]{escape(answer.question)}[/]", highlight=False)
-        out.print(Padding(escape(answer.text), (0, 0, 0, 2)), highlight=False)
+        out.print(_indented(out, answer.text), highlight=False, markup=False)
     if found.settings:
         table = Table("option", "now", "what it changes")
         for setting in found.settings:
@@ -119,3 +119,15 @@ def print_explanation(out: Console, found: Explanation) -> None:
         out.print()
         out.print(table)
     out.print()
+
+
+def _indented(out: Console, text: str) -> str:
+    """Paragraphs two columns in, as wide as there is room, and no more than is read with ease."""
+    return textwrap.fill(
+        text,
+        width=min(out.width, 120),
+        initial_indent="  ",
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -281,14 +281,19 @@ def diffs(analysis: Analysis, name: str) -> list[str]:
     """
     found = []
     for detail in analysis.details:
+        rows = (r for r in analysis.passes if (r.graph, r.name) == (detail.graph, name))
         for number, text in enumerate(detail.texts):
             if text.name == name:
-                before = detail.texts[number - 1]
-                found.append(unified(name, before.text, text.text))
+                changed = unified(name, detail.texts[number - 1].text, text.text)
+                row = next(rows)
+                notes = ", ".join(f"{key}={value}" for key, value in row.notes.items())
+                found.append(
+                    changed or f"# {name} changed nothing here: {notes or 'nothing to do'}"
+                )
     if not found:
         known = {text.name for detail in analysis.details for text in detail.texts}
         raise ConfigError(f"no pass {name!r} ran: {nearest(name, known)}")
-    return [text or f"# {name} changed nothing here" for text in found]
+    return found
 
 
 def print_text(console: Console, text: str, language: str) -> None:

@@ -7,7 +7,7 @@ def size(num_bytes: float) -> str:
     """``12.3 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(num_bytes) < 1024 or unit == "TiB":
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:,.1f} {unit}"
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     raise AssertionError
 

@@ -29,7 +29,8 @@ def page(name: str, command: Any) -> str:
     if COMMANDS.get(name):
         parts.append("## Examples")
     for example in COMMANDS.get(name, ()):
-        parts += [example.says, f"<!-- run: {example.line} -->"]
+        code = f", exit {example.exit_code}" if example.exit_code else ""
+        parts += [example.says, f"<!-- run{code}: {example.line} -->"]
     if (ROOT / "docs" / f"{name}.md").exists():  # more about it, without its title
         parts += ["## More", f'--8<-- "{name}.md:2:"']
     return "\n\n".join(parts) + "\n"

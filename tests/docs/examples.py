@@ -20,7 +20,10 @@ class Example:
 
     line: str
     says: str
+    exit_code: int = 0
 
+
+EAGER_REGIONS: dict[str, Any] = {"lower_regions": {"backend": "eager"}}
 
 COMMANDS: dict[str, tuple[Example, ...]] = {
     "inspect": (
@@ -36,6 +39,14 @@ COMMANDS: dict[str, tuple[Example, ...]] = {
             f"fxzero inspect {NETS}two_layers {ON} --code",
             "The scheduled graph as Python: pieces as functions, then the step that calls them. "
             "Node order is launch order.",
+        ),
+        Example(
+            f"fxzero inspect examples.models:gpt_nano {ON} --lanes",
+            "The simulated step as a picture: darker where a column's time is taken.",
+        ),
+        Example(
+            f"fxzero inspect examples.models:gpt_nano {ON} --module 'blocks.*.mlp' | head -n 5",
+            "The nodes of modules, once for layers that are alike, with lines of the model's code.",
         ),
         Example(
             f"fxzero inspect examples.models:gpt_nano {ON} --memory | tail -n 11",
@@ -57,6 +68,33 @@ COMMANDS: dict[str, tuple[Example, ...]] = {
             "From a number of parameters alone, by the formulas of the ZeRO paper.",
         ),
     ),
+    "explain": (
+        Example(
+            f"fxzero explain examples.models:gpt_nano reduce.backward.0 {ON}",
+            "A bucket: what it brings, when it is on the link, and what waits for it.",
+        ),
+        Example(
+            f"fxzero explain examples.models:gpt_nano blocks.1.mlp.up.weight {ON}",
+            "A parameter: its way through the step.",
+        ),
+        Example(
+            f"fxzero explain {NETS}two_layers prefetch {ON}",
+            "A pass: what it is for, what it did, and what it chose.",
+        ),
+    ),
+    "diff": (
+        Example(
+            f"fxzero diff {NETS}two_layers {ON} --zero 2 --other-zero 3",
+            "Two ZeRO stages of one model: they differ, so that it ends with 1.",
+            exit_code=1,
+        ),
+    ),
+    "bisect": (
+        Example(
+            f"fxzero bisect {NETS}two_layers --options '{json.dumps(EAGER_REGIONS)}' | tail -n 1",
+            "The last line; before it there is a row for each graph that was run.",
+        ),
+    ),
     "options": (
         Example(
             "fxzero options | head -n 24",
@@ -66,7 +104,7 @@ COMMANDS: dict[str, tuple[Example, ...]] = {
 }
 """By command; nothing that depends on the machine."""
 
-EAGER: dict[str, Any] = {"lower_regions": {"backend": "eager"}}
+EAGER = EAGER_REGIONS
 """torch's own operators one by one, which are easier to read than pieces."""
 BY_LAYER: dict[str, Any] = {**EAGER, "bucket": {"min_bytes": 0}, "prefetch": {"distance": 1}}
 """A bucket for each layer, gathered one ahead: small layers would all travel together."""

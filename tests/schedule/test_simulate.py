@@ -14,8 +14,8 @@ from fxzero.cli.app import app
 from fxzero.compiler.run import run_passes
 from fxzero.cost import FixedCosts
 from fxzero.graph import Lane
-from fxzero.inspect import capture
-from fxzero.inspect.trace import write_trace
+from fxzero.inspect import Analysis, capture
+from fxzero.inspect.trace import trace_of, write_trace
 from fxzero.passes import Bucket, Context, Prefetch
 from fxzero.schedule.engine import Task, TaskGraph
 from fxzero.schedule.simulate import Program, simulate, simulate_memory
@@ -146,19 +146,20 @@ def test_in_a_whole_step_too(zero: int, micro_batches: int, budget: int | None) 
 
 def test_a_trace_has_a_row_for_each_lane(tmp_path: Path) -> None:
     """Complete events with times and durations, names for rows, and a counter of bytes."""
-    graph = step_graph(chain_of(3))
-    simulation = simulate(graph, chain_costs(100, 10), fuses=False)
-    trace = chrome_trace(simulation, simulate_memory(graph, fuses=False))
-    events = trace["traceEvents"]
+    captured = capture(chain_of(3), zero=3, world_size=8, options=BY_LAYER)
+    analysis = Analysis.of(captured, detail=True)
+    events = trace_of({0: analysis})
     rows = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert rows == {"compute", "gather", "reduce"}
+    assert rows == {"compute", "gather", "reduce", "waits"}
     spans = [e for e in events if e["ph"] == "X"]
-    assert max(e["ts"] + e["dur"] for e in spans) >= simulation.makespan_us
+    assert max(e["ts"] + e["dur"] for e in spans) >= analysis.schedules[0].makespan_us - 1e-3
     assert all(e["dur"] > 0 for e in spans)
-    assert any(e["ph"] == "C" and e["args"]["bytes"] > 0 for e in events)
-    captured = capture(chain_of(2), zero=3, world_size=8, options=BY_LAYER)
-    write_trace(tmp_path / "trace.json", captured)
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    waits = sum(e["dur"] for e in spans if e["cat"] == "waits")
+    assert waits == pytest.approx(analysis.schedules[0].exposed_us, abs=0.01)
+    held = [sum(e["args"].values()) for e in events if e["ph"] == "C"]
+    assert max(held) == analysis.schedules[0].peak_bytes
+    write_trace(tmp_path / "trace.json", events)
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == events
 
 
 def test_inspect_for_another_cluster(tmp_path: Path) -> None:
