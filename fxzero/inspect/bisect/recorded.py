@@ -19,12 +19,11 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fxzero import _compat
-from fxzero._compat import pytree, reset_dynamo
+from fxzero._compat import hint, pytree, reset_dynamo
 from fxzero.compiler.compilation import CAPTURED, WAS_CUT, Call, Compilation, observers
 from fxzero.compiler.config import Config
 from fxzero.errors import FxZeroWarning
 from fxzero.graph import StepGraph
-from fxzero.graph.operators import hint
 from fxzero.inspect.capture import fake_ranks, scalar_of
 from fxzero.inspect.targets import Batch, Sizes, model_and_batch
 from fxzero.sharding.precision import Precision
@@ -125,7 +124,7 @@ class Recording:
         """Record what a part is called with. It does not run, as what is broken may end the
         process: it returns anything of the right shapes."""
         self.snapshots[part] = self._by_graph[id(graph)][1]
-        (outputs,) = graph.output.args
+        outputs = graph.output_values
         values = [one.meta.get("val") if isinstance(one, fx.Node) else one for one in outputs]
 
         def recorded(inputs: list[Any]) -> Any:

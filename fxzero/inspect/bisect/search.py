@@ -193,8 +193,8 @@ def _both(
         inputs.append([*saved, *tangents])
     gradients = Lockstep([one.graph for one in back]).run(inputs)
     graphs = [recording.snapshots[JOINT][-1].graph for recording in recordings]
-    values = [(*f[:count], *b) for f, b in zip(results, gradients, strict=True)]
-    return _named(graphs, values)
+    joined = [(*f[:count], *b) for f, b in zip(results, gradients, strict=True)]
+    return _named(graphs, joined)
 
 
 def _inputs(recording: Recording, graph: StepGraph) -> list[Any]:

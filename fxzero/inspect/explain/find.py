@@ -53,7 +53,7 @@ def _in_graph(view: View, what: str) -> list[Explanation]:
 
 def _modules(view: View) -> list[str]:
     """Modules that nodes belong to, and those around them."""
-    found = {}
+    found: dict[str, None] = {}
     for row in (*view.detail.nodes, *view.inside("")):
         for name in (row.layer, row.module):
             parts = name.split(".") if name else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 
 from fxzero.compiler.pipelines import LOWERING, SCHEDULING
@@ -130,7 +130,7 @@ def _way(view: View, transfer: TransferRow) -> Answer:
 def of_module(view: View, name: str) -> Explanation:
     """A module's, or layer's, part of the step."""
     rows = view.inside(name)
-    by_phase: Counter[str] = Counter()
+    by_phase: dict[str, float] = defaultdict(float)
     for row in rows:
         if row.lane == "compute" and row.us:
             by_phase[row.phase] += row.us
