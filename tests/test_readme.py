@@ -53,6 +53,14 @@ def test_every_command_of_inspect(arguments: list[str]) -> None:
     assert inspected(["inspect", *[w for w in arguments if w != "inspect"]])
 
 
+@pytest.mark.parametrize("arguments", check_readme.questions(README), ids=lambda words: words[0])
+def test_every_question(arguments: list[str]) -> None:
+    """It ends with an answer, whatever that is."""
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code in (0, 1), result.output
+    assert result.stdout.strip()
+
+
 def test_what_inspect_prints_can_be_told_from_something_else() -> None:
     """A changed number, a lost line, an order that is another."""
     excerpt = "│ 0 │ bucket │ 47.9 │ 10 │ 8 │ gathers=4, … │\n│ …\nlast: 3"
