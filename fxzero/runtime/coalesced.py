@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fxzero._compat import launch_all_gather, launch_reduce_scatter
+from fxzero._compat import is_fake, launch_all_gather, launch_reduce_scatter
 from fxzero.runtime.slab import Places
 
 
@@ -21,6 +21,7 @@ class Coalesced(NamedTuple):
 
     tensors: list[Tensor]
     work: Any
+    """None where tensors have no values: somebody only looks at the step."""
     sent: list[Tensor]
     """Alive until the join."""
 
@@ -35,7 +36,8 @@ def gather(parts: list[Tensor], size: int, group: str, memory: Tensor, offset: i
     places = Places(memory, offset)
     fulls = [places.take(part, (part.shape[0] * size, *part.shape[1:])) for part in parts]
     sent = [part.contiguous() for part in parts]
-    return Coalesced(fulls, launch_all_gather(fulls, sent, group), sent)
+    work = None if is_fake(memory) else launch_all_gather(fulls, sent, group)
+    return Coalesced(fulls, work, sent)
 
 
 def reduce_scatter(
@@ -51,10 +53,12 @@ def reduce_scatter(
     places = Places(memory, offset)
     rows = [places.take(full, (full.shape[0] // size, *full.shape[1:])) for full in fulls]
     sent = [full.contiguous() for full in fulls]
-    return Coalesced(rows, launch_reduce_scatter(rows, sent, op, group), sent)
+    work = None if is_fake(memory) else launch_reduce_scatter(rows, sent, op, group)
+    return Coalesced(rows, work, sent)
 
 
 def join(flight: Coalesced) -> list[Tensor]:
     """Let compute wait for what was started."""
-    flight.work.wait()
+    if flight.work is not None:
+        flight.work.wait()
     return flight.tensors

@@ -151,3 +151,12 @@ def test_regions_are_compiled_if_asked_for() -> None:
     (compilation,) = capture(chain(2), zero=3, world_size=8, options=options).compilations
     notes = [r.notes for r in compilation.records if r.name == "lower_regions"]
     assert [bool(n["regions"]) for n in notes] == [True, True]
+
+
+@pytest.mark.parametrize("step", [False, True])
+def test_transfers_in_a_slab(step: bool) -> None:
+    """They have places in memory that there is not, in both doors."""
+    options = {"slab": {"enabled": True}, **BY_LAYER}
+    found = capture(chain(3), zero=3, world_size=8, step=step, options=options)
+    passes = {r.name: r.notes for c in found.compilations for r in c.records}
+    assert passes["slab"]
