@@ -157,6 +157,12 @@ def test_regions_are_compiled_if_asked_for() -> None:
 def test_transfers_in_a_slab(step: bool) -> None:
     """They have places in memory that there is not, in both doors."""
     options = {"slab": {"enabled": True}, **BY_LAYER}
-    found = capture(chain(3), zero=3, world_size=8, step=step, options=options)
+    found = capture(
+        lambda: (Chain(3), torch.randn(4, 8)),
+        zero=3,
+        world_size=8,
+        step=step,
+        options=options,
+    )
     passes = {r.name: r.notes for c in found.compilations for r in c.records}
     assert passes["slab"]
