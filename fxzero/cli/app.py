@@ -8,6 +8,7 @@ import torch
 import typer
 
 from fxzero import __version__
+from fxzero.cli.doctor import doctor
 from fxzero.cli.estimate import estimate
 from fxzero.cli.inspect import inspect
 from fxzero.cli.options import options
@@ -33,10 +34,10 @@ def fxzero(
 ) -> None:
     """A compiler for distributed training steps in PyTorch.
 
-    Exit codes: 0 done, 1 the model cannot be compiled, or does not fit, 2 wrong use (an option, a
-    target, a file).
+    Exit codes: 0 done, 1 the model cannot be compiled, does not fit, or this machine is not fit for
+    it, 2 wrong use (an option, a target, a file).
     """
 
 
-for command in (estimate, inspect, options):
+for command in (doctor, estimate, inspect, options):
     app.command()(command)

@@ -117,7 +117,7 @@ def collective(
                 lambda flight: collectives.join_exchange(flight, size),
             )
         return (
-            lambda: collectives.all_reduce([full], name, [True]),
+            lambda: collectives.all_reduce([full], name, [False]),
             lambda flight: collectives.join_sum(flight, size),
         )
     functional = torch.ops._c10d_functional
