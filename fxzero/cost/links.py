@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxzero._compat import real_tensors, return_free_memory
+from fxzero._compat import real_tensors, trim_heap
 from fxzero.cost.timing import RUNS, median_us, synchronize
 from fxzero.runtime import collectives
 from fxzero.transfer import TransferKind
@@ -86,7 +86,7 @@ def _lost_us(
     count = max(int(1.5 * stream_us / one_us), 1)
 
     def compute_us(num_flights: int) -> float:
-        return_free_memory()  # a step's buffers are seldom those of the transfer before
+        trim_heap()  # a step's buffers are seldom those of the transfer before
         dist.barrier(group)
         synchronize(device_type)
         begin = time.perf_counter()
@@ -98,7 +98,8 @@ def _lost_us(
             finish(flight)
         return (time.perf_counter() - begin) * 1e6
 
-    return max(median(compute_us(IN_FLIGHT) - compute_us(0) for _ in range(RUNS)), 0.0)
+    beside, alone = zip(*((compute_us(IN_FLIGHT), compute_us(0)) for _ in range(RUNS)), strict=True)
+    return max(min(beside) - min(alone), 0.0)  # what disturbs a run is not the transfers' doing
 
 
 def collective(

@@ -68,9 +68,7 @@ def check_name(option: str, path: Path) -> None:
         ConfigError: it cannot.
     """
     if path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(
-            f"{option} {path}: cluster files are known by their end: {path.stem}.yaml"
-        )
+        raise ConfigError(f"{option} {path}: a cluster file's name ends in .yaml: {path.stem}.yaml")
     there = path if path.exists() else path.parent
     if not os.access(there, os.W_OK):
         raise ConfigError(f"{option} {path}: this process may not write to {str(there)!r}")

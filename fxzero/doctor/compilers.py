@@ -1,8 +1,9 @@
 """Do compilers work: Inductor with its C++ compiler, and Triton.
 
 Inductor keeps what it compiled on disk, where it hides that a compiler is gone: here it begins with
-an empty folder. What it found out about this CPU's vector units, seconds of compiling, is kept. What was compiled streams through memory as a model's layers do between their
-matrix products, and is timed for that (`fxzero.doctor.compute`).
+an empty folder. What it found out about this CPU's vector units, in seconds, it may keep. What was
+compiled streams through memory as a model's layers do between their matrix products, and is timed
+for that (`fxzero.doctor.compute`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 def chain(x: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What stands between matrix products: a sum, a norm, GELU and its gradient: (rows, columns)."""
+    """What stands between products: a sum, a norm, GELU and its gradient; all (rows, columns)."""
     total = x + y
     hidden = F.layer_norm(total, total.shape[-1:])
     gradient = torch.ops.aten.gelu_backward(g, hidden, approximate="tanh")

@@ -25,7 +25,7 @@ def check_gpus(num_ranks: int) -> Iterator[Checked]:
         else:
             yield warn(
                 "gpu",
-                f"none, though torch was built for CUDA {torch.version.cuda}: ranks compute on CPUs",
+                f"none, though torch was built for CUDA {torch.version.cuda}: CPUs compute",
                 "If there is one: nvidia-smi, and CUDA_VISIBLE_DEVICES, say why it is not seen.",
             )
         return

@@ -36,6 +36,7 @@ from fxzero.doctor.links import Links, measure_links
 from fxzero.doctor.verdicts import Checked, fail, ok, reason, warn
 from fxzero.doctor.world import World
 
+HOST = torch.device("cpu")
 Result = TypeVar("Result")
 HOW_TO_MEASURE_LINKS = (
     "Links need ranks: torchrun --nproc-per-node 2 -m fxzero doctor --write FILE, on several hosts "
@@ -83,12 +84,12 @@ class Measuring:
         settle(self.device, SETTLE_S)
         found = measure_device(self.device, run, self.world.meet)
         shape = "x".join(map(str, CHAIN_SHAPES[self.device.type]))
-        streams = f"a sum, norm, GELU and its gradient of {shape}, compiled, against the copy"
+        chain = f"a sum, norm, GELU and its gradient of {shape}, compiled, and " if run else ""
         self.measured(
             "device",
             "square matrix products of growing width; torch copy_ of "
             f"{COPIED_BYTES[self.device.type] // MIB} MiB, bytes read and written; "
-            + (streams if run is not None else "memory_efficiency not, compilers do not work here"),
+            f"{chain}torch's fused AdamW, against the copy",
         )
         rate = found.peak_flops["fp32"] * found.flops_efficiency
         text = f"fp32 products {rate / 1e9:,.3g} GFLOP/s, memory {_rate(found.memory_bytes_per_s)}"
@@ -98,14 +99,16 @@ class Measuring:
     def host_spec(self, guess: ClusterSpec) -> HostSpec:
         """The ways to the host, and updates there."""
         ways = self.attempt("copies", lambda: measure_ways(self.device), "See pinned memory.")
-        updates = self.attempt("updates", update_bytes_per_s, "Torch's fused AdamW must run.")
+        updates = self.attempt(
+            "updates", lambda: update_bytes_per_s(HOST), "Torch's fused AdamW must run."
+        )
         if ways is None or updates is None:
             self.sources["host"] = f"not measured: as in {guess.name}"
             return guess.host
         text = f"{_rate(ways.up_bytes_per_s)} to the device, {_rate(ways.down_bytes_per_s)} from it"
         self.checks.append(ok("copies", f"{text}; updates on the host {_rate(updates)}"))
         self.measured(
-            "host", "64 MiB each way; torch's fused AdamW of 4 M parameters, 32 B of each"
+            "host", "64 MiB each way; torch's fused AdamW of 8 M parameters, 32 B of each"
         )
         return host_spec(ways, updates)
 

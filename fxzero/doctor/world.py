@@ -109,10 +109,7 @@ def check_sum(world: World, device: torch.device) -> Checked:
     """Whether the ranks that there are can sum a number: of one rank, a group of one."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        if world.size > 1:
-            total = _sum(device)
-        else:
-            total = _sum_alone(backend, device)
+        total = _sum(device) if world.size > 1 else _sum_alone(backend, device)
     except Exception as error:
         return fail(backend, f"an all-reduce raised {reason(error)}", _ADVICE[backend])
     if total != world.size:
@@ -123,8 +120,8 @@ def check_sum(world: World, device: torch.device) -> Checked:
 
 
 _ADVICE = {
-    "gloo": "Gloo speaks TCP by the address of the host's own name: name an interface that is up by "
-    "GLOO_SOCKET_IFNAME (lo on a machine by itself).",
+    "gloo": "Gloo speaks TCP by the address of the host's own name: name an interface that is up, "
+    "GLOO_SOCKET_IFNAME=lo on a machine by itself.",
     "nccl": "NCCL_DEBUG=INFO says more; name an interface by NCCL_SOCKET_IFNAME, and see that all "
     "ranks have the same driver and torch.",
 }
