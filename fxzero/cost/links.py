@@ -24,6 +24,8 @@ from fxzero.transfer import TransferKind
 
 LEAST_BYTES, MOST_BYTES = 1 << 12, 8 << 20
 """Full bytes of the collectives that show latency, and bandwidth."""
+TENSORS = 16
+"""Of a bucket that shows what each of them takes."""
 IN_FLIGHT = 4
 """Large collectives at a time."""
 
@@ -57,11 +59,28 @@ def time_collective(
     return CollectiveFigures(latency_us, per_byte, launch_us, lost_us / (IN_FLIGHT * MOST_BYTES))
 
 
+def time_further_tensor(
+    kind: TransferKind, device_type: str, group: dist.ProcessGroup | None = None
+) -> float:
+    """Microseconds by which a collective of small tensors takes longer for each tensor more."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    with real_tensors(), torch.no_grad():
+        one_us, _ = _stream_us(kind, LEAST_BYTES, 1, device_type, group)
+        many_us, _ = _stream_us(kind, LEAST_BYTES * TENSORS, 1, device_type, group, TENSORS)
+    return max(many_us - one_us, 0.0) / (TENSORS - 1)
+
+
 def _stream_us(
-    kind: TransferKind, num_bytes: int, count: int, device_type: str, group: dist.ProcessGroup
+    kind: TransferKind,
+    num_bytes: int,
+    count: int,
+    device_type: str,
+    group: dist.ProcessGroup,
+    num_tensors: int = 1,
 ) -> tuple[float, float]:
     """The time of some collectives in flight together, and of launching one."""
-    start, finish = collective(kind, num_bytes, device_type, group)
+    start, finish = collective(kind, num_bytes, device_type, group, num_tensors)
     walls, launches = [], []
     for _ in range(1 + (RUNS if count > 1 else 10 * RUNS)):
         dist.barrier(group)
@@ -103,28 +122,39 @@ def _lost_us(
 
 
 def collective(
-    kind: TransferKind, num_bytes: int, device_type: str, group: dist.ProcessGroup
+    kind: TransferKind,
+    num_bytes: int,
+    device_type: str,
+    group: dist.ProcessGroup,
+    num_tensors: int = 1,
 ) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """How to start and how to join one collective of a group, as the backend will run it."""
+    """How to start and how to join one collective of a group, as the backend will run it: of some
+    equal tensors, which have so many bytes together when they are whole."""
     name, size = group.group_name, group.size()
-    full = torch.ones(num_bytes // 4 // size * size, device=device_type)
-    part = full.chunk(size)[group.rank()].clone()
+    elements = num_bytes // num_tensors // 4 // size * size
+    fulls = [torch.ones(elements, device=device_type) for _ in range(num_tensors)]
+    parts = [full.chunk(size)[group.rank()].clone() for full in fulls]
     if device_type == "cpu":
+        others_read = [False] * num_tensors
         if kind is TransferKind.ALL_GATHER:
-            return lambda: collectives.gather([part], size, name), collectives.join
+            return lambda: collectives.gather(parts, size, name), collectives.join
         if kind is TransferKind.REDUCE_SCATTER:
             return (
-                lambda: collectives.exchange([full], size, name, [False]),
+                lambda: collectives.exchange(fulls, size, name, others_read),
                 lambda flight: collectives.join_exchange(flight, size),
             )
         return (
-            lambda: collectives.all_reduce([full], name, [False]),
+            lambda: collectives.all_reduce(fulls, name, others_read),
             lambda flight: collectives.join_sum(flight, size),
         )
     functional = torch.ops._c10d_functional
-    wait = functional.wait_tensor.default
+
+    def finish(flights: list[Any]) -> list[Any]:
+        return [functional.wait_tensor.default(flight) for flight in flights]
+
     if kind is TransferKind.ALL_GATHER:
-        return lambda: functional.all_gather_into_tensor(part, size, name), wait
+        gather = functional.all_gather_into_tensor_coalesced
+        return lambda: gather(parts, size, name), finish
     if kind is TransferKind.REDUCE_SCATTER:
-        return lambda: functional.reduce_scatter_tensor(full, "avg", size, name), wait
-    return lambda: functional.all_reduce(full, "avg", name), wait
+        return lambda: functional.reduce_scatter_tensor_coalesced(fulls, "avg", size, name), finish
+    return lambda: functional.all_reduce_coalesced(fulls, "avg", name), finish

@@ -11,13 +11,13 @@ Figures are the mean of a gather and a reduce-scatter, which steps have most of.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 import torch.distributed as dist
 
 from fxzero.cost.cluster import LinkSpec
-from fxzero.cost.links import CollectiveFigures, time_collective
+from fxzero.cost.links import CollectiveFigures, time_collective, time_further_tensor
 from fxzero.transfer import TransferKind
 
 KINDS = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER)
@@ -42,25 +42,26 @@ def measure_links(device: torch.device, per_node: int, num_nodes: int) -> Links:
         per_node: ranks of each node; they are numbered node by node, as torchrun does.
         num_nodes: how many there are.
     """
-    whole = _figures(device, None) if per_node * num_nodes > 1 else None
+    if per_node * num_nodes == 1:
+        return Links(None, None)
+    whole, whole_us = _figures(device, None)
     if num_nodes == 1:
-        return Links(None if whole is None else link_of(whole, per_node), None)
-    assert whole is not None
+        return Links(link_of(whole, per_node, whole_us), None)
     if per_node == 1:
-        return Links(None, link_of(whole, num_nodes))
+        return Links(None, link_of(whole, num_nodes, whole_us))
     own = None
     for node in range(num_nodes):
         ranks = list(range(node * per_node, (node + 1) * per_node))
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:
             own = group
-    assert own is not None
-    inside = _figures(device, own)
+    inside, inside_us = _figures(device, own)
     dist.barrier()
-    return Links(link_of(inside, per_node), link_between(whole, inside, num_nodes))
+    between = link_between(whole, inside, num_nodes, max(whole_us - inside_us, 0.0))
+    return Links(link_of(inside, per_node, inside_us), between)
 
 
-def link_of(figures: CollectiveFigures, size: int) -> LinkSpec:
+def link_of(figures: CollectiveFigures, size: int, tensor_us: float = 0.0) -> LinkSpec:
     """A link by which `AnalyticCosts` has a ring of some ranks take what was measured."""
     share = (size - 1) / size
     return LinkSpec(
@@ -68,10 +69,16 @@ def link_of(figures: CollectiveFigures, size: int) -> LinkSpec:
         latency_us=figures.latency_us / (size - 1),
         host_s_per_byte=figures.host_us_per_byte * 1e-6 / share,
         host_us=figures.host_us,
+        tensor_us=tensor_us,
     )
 
 
-def link_between(whole: CollectiveFigures, inside: CollectiveFigures, num_nodes: int) -> LinkSpec:
+def link_between(
+    whole: CollectiveFigures,
+    inside: CollectiveFigures,
+    num_nodes: int,
+    tensor_us: float = 0.0,
+) -> LinkSpec:
     """The link between nodes, from collectives of all ranks and of a node's."""
     beyond = CollectiveFigures(
         max(whole.latency_us - inside.latency_us, 0.0),
@@ -79,25 +86,18 @@ def link_between(whole: CollectiveFigures, inside: CollectiveFigures, num_nodes:
         max(whole.host_us - inside.host_us, 0.0),
         max(whole.host_us_per_byte - inside.host_us_per_byte, 0.0),
     )
-    return link_of(beyond, num_nodes)
+    return link_of(beyond, num_nodes, tensor_us)
 
 
-def _figures(device: torch.device, group: dist.ProcessGroup | None) -> CollectiveFigures:
-    """Of the mean collective, at its best."""
-    best = []
+def _figures(
+    device: torch.device, group: dist.ProcessGroup | None
+) -> tuple[CollectiveFigures, float]:
+    """Of the mean collective, at its best; and what each further tensor of it takes."""
+    best, further_us = [], []
     for kind in KINDS:
-        rounds = [time_collective(kind, device.type, group) for _ in range(ROUNDS)]
-        best.append(
-            CollectiveFigures(
-                min(r.latency_us for r in rounds),
-                min(r.us_per_byte for r in rounds),
-                min(r.host_us for r in rounds),
-                min(r.host_us_per_byte for r in rounds),
-            )
-        )
-    return CollectiveFigures(
-        sum(b.latency_us for b in best) / len(best),
-        sum(b.us_per_byte for b in best) / len(best),
-        sum(b.host_us for b in best) / len(best),
-        sum(b.host_us_per_byte for b in best) / len(best),
-    )
+        rounds = [astuple(time_collective(kind, device.type, group)) for _ in range(ROUNDS)]
+        best.append([min(found) for found in zip(*rounds, strict=True)])
+        times = [time_further_tensor(kind, device.type, group) for _ in range(ROUNDS)]
+        further_us.append(min(times))
+    means = [sum(found) / len(KINDS) for found in zip(*best, strict=True)]
+    return CollectiveFigures(*means), sum(further_us) / len(KINDS)

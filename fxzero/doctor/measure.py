@@ -116,12 +116,21 @@ class Measuring:
         """The disk of a folder."""
         advice = f"Name another folder by --disk; that of a step is disk.paths. Not {self.disk}."
         scratch = self.attempt("disk", lambda: Scratch(self.disk, self.world.per_node), advice)
-        write = scratch and self.attempt("disk", scratch.write_bytes_per_s, advice)
-        read = scratch and write and self.attempt("disk", scratch.read_bytes_per_s, advice)
-        latency_us = scratch and read and self.attempt("disk", scratch.latency_us, advice)
-        if scratch is None or not write or not read or latency_us is None:
+        figures: list[float] = []
+        if scratch is not None:
+            for time_it in (
+                scratch.write_bytes_per_s,
+                scratch.read_bytes_per_s,
+                scratch.latency_us,
+            ):
+                figure = self.attempt("disk", time_it, advice)
+                if figure is None:
+                    break
+                figures.append(figure)
+        if scratch is None or len(figures) < 3:
             self.sources["disk"] = f"not measured: as in {guess.name}"
             return guess.disk
+        write, read, latency_us = figures
         found = (
             f"{_rate(read)} read, {_rate(write)} written, {latency_us:.0f} us a request, "
             f"{scratch.num_bytes / 2**30:,.0f} GiB free for each rank ({self.disk})"
@@ -146,8 +155,8 @@ class Measuring:
                 continue
             self.measured(
                 name,
-                f"gathers and reduce-scatters of 4 KiB and of 8 MiB, {self.world.size} ranks on "
-                f"{self.world.num_nodes} host(s)",
+                "gathers and reduce-scatters of 4 KiB, of 16 such tensors, and of 8 MiB, "
+                f"{self.world.size} ranks on {self.world.num_nodes} host(s)",
             )
             texts.append(f"{name} {_of_link(link)}")
         if texts:
@@ -213,4 +222,5 @@ def _of_link(link: LinkSpec) -> str:
     host = (
         f", {link.host_s_per_byte * 1e9:.2g} ns of compute a byte" if link.host_s_per_byte else ""
     )
-    return f"{_rate(link.bytes_per_s)}, {link.latency_us:.0f} us{host}"
+    further = f", {link.tensor_us:.0f} us a further tensor" if link.tensor_us else ""
+    return f"{_rate(link.bytes_per_s)}, {link.latency_us:.0f} us{host}{further}"

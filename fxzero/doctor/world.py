@@ -136,7 +136,7 @@ def _sum(device: torch.device) -> float:
 def _sum_alone(backend: str, device: torch.device) -> float:
     if dist.is_initialized():
         return 1.0
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
     limit = timedelta(seconds=ALONE_LIMIT_S)
     dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
     try:

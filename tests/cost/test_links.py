@@ -13,11 +13,11 @@ from fxzero.transfer import TransferKind
 from tests.parity.harness import Pools
 
 
-def twice(kind: TransferKind) -> list[list[float]]:
+def twice(kind: TransferKind, num_tensors: int) -> list[list[float]]:
     """What a collective that is timed gives, two times in a row."""
     group = dist.group.WORLD
     assert group is not None
-    start, finish = collective(kind, 1 << 12, "cpu", group)
+    start, finish = collective(kind, 1 << 12, "cpu", group, num_tensors)
     return [torch.cat([t.flatten() for t in finish(start())]).tolist() for _ in range(2)]
 
 
@@ -28,8 +28,9 @@ def test_each_run_moves_the_same(ranks: Pools) -> None:
         (TransferKind.REDUCE_SCATTER, 512),
         (TransferKind.ALL_REDUCE, 1024),
     ):
-        for runs in ranks(2).run(twice, kind):
-            assert runs == [[1.0] * elements] * 2, kind
+        for num_tensors in (1, 4):
+            for runs in ranks(2).run(twice, kind, num_tensors):
+                assert runs == [[1.0] * elements] * 2, kind
 
 
 def times(kind: TransferKind) -> CollectiveFigures:

@@ -25,6 +25,18 @@ def test_of_one_level(size: int) -> None:
     assert found.host_us == pytest.approx(100 + 5e-4 * NUM_BYTES)
 
 
+def test_each_further_tensor() -> None:
+    """Comes later, and the host loses it."""
+    cluster = ClusterSpec("c", DEVICE, link_of(INSIDE, 2, 50.0), NONE, 2)
+    costs = AnalyticCosts(cluster)
+    one, five = (
+        costs.transfer(Transfer(TransferKind.ALL_GATHER, NUM_BYTES, 2, num_tensors=n))
+        for n in (1, 5)
+    )
+    assert five.wire_us - one.wire_us == pytest.approx(200)
+    assert five.host_us - one.host_us == pytest.approx(200)
+
+
 def test_of_two_levels() -> None:
     """Two hosts of four ranks: inside and between are together what all ranks took."""
     between = link_between(WHOLE, INSIDE, 2)
