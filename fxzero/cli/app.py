@@ -25,6 +25,7 @@ def print_version(wanted: bool) -> None:
 
 @app.callback()
 def fxzero(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -37,6 +38,7 @@ def fxzero(
     Exit codes: 0 done, 1 the model cannot be compiled, does not fit, or this machine is not fit for
     it, 2 wrong use (an option, a target, a file).
     """
+    context.obj = __version__
 
 
 for command in (doctor, estimate, inspect, options):

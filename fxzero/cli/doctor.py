@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fxzero import __version__
 from fxzero.cli.arguments import TracebackOption, check_companions, check_file, console
 from fxzero.cli.failures import FAILED, as_sentences
 from fxzero.doctor import Examination, Verdict, examine
@@ -23,6 +22,7 @@ STYLES = {Verdict.OK: "green", Verdict.WARN: "bold yellow", Verdict.FAIL: "bold 
 
 
 def doctor(
+    context: typer.Context,
     write_to: Annotated[
         Path | None,
         typer.Option(
@@ -72,7 +72,7 @@ def doctor(
         if disk is not None and not disk.is_dir():
             raise ConfigError(f"--disk {disk}: there is no such folder. Name one that exists.")
         folder = disk or Path(tempfile.gettempdir())
-        found = examine(__version__, disk=folder, measures=not quick)
+        found = examine(context.obj, disk=folder, measures=not quick)
         if found.rank == 0:
             if write_to is not None and found.cluster is not None:
                 write(write_to, found.cluster)
