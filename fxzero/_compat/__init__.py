@@ -100,7 +100,12 @@ from fxzero._compat.fakes import (
     real_tensors,
 )
 from fxzero._compat.frames import with_room_for_frames
-from fxzero._compat.inductor import inductor_compile, inductor_decompositions
+from fxzero._compat.inductor import (
+    inductor_compile,
+    inductor_decompositions,
+    options_for_one_kernel,
+    probe_vector_instructions,
+)
 from fxzero._compat.memory import (
     allocations_on,
     collect_only_new_objects_in_dynamo,
@@ -259,11 +264,13 @@ __all__ = [
     "never_compile_alone",
     "no_value_error",
     "num_module_hooks",
+    "options_for_one_kernel",
     "own_local_fake",
     "passing_through_dynamo",
     "plain_reduce",
     "private_code",
     "private_store",
+    "probe_vector_instructions",
     "pytree",
     "ranks_of_mesh",
     "real_tensors",

@@ -39,3 +39,25 @@ def inductor_compile(module: fx.GraphModule, inputs: list[Any]) -> Callable[[lis
     on_cpu = all(v.device.type == "cpu" for v in inputs if isinstance(v, torch.Tensor))
     with inductor.patch(layout_optimization=inductor.layout_optimization and not on_cpu):
         return compile_fx_inner(module, inputs)
+
+
+def probe_vector_instructions() -> None:
+    """Let Inductor find out what this CPU's vector units are, which it does once in a process.
+
+    It compiles a small program for each kind, and keeps them on disk. Known from torch 2.11 on.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    cpu_vec_isa.pick_vec_isa()
+
+
+def options_for_one_kernel() -> dict[str, Any]:
+    """Options of Inductor under which one small function is compiled soonest.
+
+    In this process, where a compiler that fails says more; and without headers compiled beforehand,
+    which many kernels share and one would wait for (torch 2.11 may not know of that).
+    """
+    import torch._inductor.config as inductor
+
+    wanted = {"compile_threads": 1, "cpp_cache_precompile_headers": False}
+    return {name: value for name, value in wanted.items() if hasattr(inductor, name)}

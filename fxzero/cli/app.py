@@ -10,6 +10,7 @@ import typer
 from fxzero import __version__
 from fxzero.cli.bisect import bisect
 from fxzero.cli.diff import diff
+from fxzero.cli.doctor import doctor
 from fxzero.cli.estimate import estimate
 from fxzero.cli.explain import explain
 from fxzero.cli.inspect import inspect
@@ -28,6 +29,7 @@ def print_version(wanted: bool) -> None:
 
 @app.callback()
 def fxzero(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -37,10 +39,11 @@ def fxzero(
 ) -> None:
     """A compiler for distributed training steps in PyTorch.
 
-    Exit codes: 0 done, 1 the model cannot be compiled, or does not fit, 2 wrong use (an option, a
-    target, a file).
+    Exit codes: 0 done, 1 the model cannot be compiled, does not fit, or this machine is not fit for
+    it, 2 wrong use (an option, a target, a file).
     """
+    context.obj = __version__
 
 
-for command in (bisect, diff, estimate, explain, inspect, options, trace):
+for command in (bisect, diff, doctor, estimate, explain, inspect, options, trace):
     app.command()(command)

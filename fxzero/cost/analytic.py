@@ -5,7 +5,7 @@ compute     max(FLOPs / (peak · efficiency(FLOPs)), bytes / bandwidth) for each
             (Williams et al. 2009, "Roofline")
 gather      (g−1)·α + (g−1)/g · S/B inside a node of g ranks, then (n−1)·α' + (n−1)/n · S/B'
             between n nodes, S the full bytes: the ring of Thakur et al. 2005, section 4.1,
-            once in each level
+            once in each level; and what each further tensor of a bucket takes
 all-reduce  a reduce-scatter and a gather: twice that
 copy        α + S/B of the rank's way to its host
 host        an update's bytes over the bandwidth of the host's memory
@@ -283,6 +283,7 @@ class AnalyticCosts:
             if ranks == 1:
                 continue
             moved = transfer.full_bytes * (ranks - 1) / ranks
-            wire_s += (ranks - 1) * link.latency_us * 1e-6 + moved / link.bytes_per_s
-            host_s += moved * link.host_s_per_byte + link.host_us * 1e-6
+            further_s = (transfer.num_tensors - 1) * link.tensor_us * 1e-6
+            wire_s += (ranks - 1) * link.latency_us * 1e-6 + moved / link.bytes_per_s + further_s
+            host_s += moved * link.host_s_per_byte + link.host_us * 1e-6 + further_s
         return TransferCost(rounds * wire_s * 1e6, rounds * host_s * 1e6)

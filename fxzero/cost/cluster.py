@@ -54,6 +54,9 @@ class LinkSpec:
     """Compute time that the host loses by each byte that it sends and receives."""
     host_us: float = 0.0
     """Compute time that the host loses by each collective."""
+    tensor_us: float = 0.0
+    """Of each further tensor of a collective: it comes later by so much, and the host loses it.
+    Where tensors travel as messages of their own, as over gloo, this is most of a small bucket."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ class ClusterSpec:
             **{
                 f"{link}.{field}": getattr(getattr(self, link), field)
                 for link in ("intra", "inter")
-                for field in ("latency_us", "host_s_per_byte", "host_us")
+                for field in ("latency_us", "host_s_per_byte", "host_us", "tensor_us")
             },
         }
         for what, value in not_negative.items():

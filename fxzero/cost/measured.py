@@ -5,9 +5,7 @@ figures, which travel through the process group's store. Figures stay on disk, b
 machine: ``FXZERO_CACHE_DIR``, or ``~/.cache/fxzero``.
 
     region       median of a few runs on random inputs, compiled as it will be
-    collective   α from one of 4 KiB, β from several of 8 MiB in flight together: a burst that
-                 buffers swallow says nothing of the link. The host's share is what a loop of
-                 matrix products loses to those
+    collective   see `fxzero.cost.links`
     the rest     the analytic model
 """
 
@@ -17,36 +15,29 @@ import hashlib
 import json
 import os
 import platform
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from fxzero._compat import default_store, real_tensors, return_free_memory
+from fxzero._compat import default_store, real_tensors
 from fxzero.cost.analytic import AnalyticCosts, work_of, work_of_piece
+from fxzero.cost.links import time_collective
 from fxzero.cost.model import TransferCost
+from fxzero.cost.timing import RUNS, median_us
 from fxzero.errors import FxZeroError
 from fxzero.graph.aliases import is_view
 from fxzero.graph.pieces import Pieces
 from fxzero.graph.structure import StructureKey
 from fxzero.regions.cutout import Cutout, cut_out, is_lowerable, runs
 from fxzero.regions.region import CACHE, Region
-from fxzero.runtime import collectives
 from fxzero.transfer import Transfer, TransferKind
 
-LEAST_BYTES, MOST_BYTES = 1 << 12, 8 << 20
-"""Full bytes of the collectives that show latency, and bandwidth."""
-RUNS = 5
-IN_FLIGHT = 4
-"""Large collectives at a time."""
-REGION_LIMIT_S = 0.5
 MEETING_LIMIT_S = 600.0
 
 
@@ -152,24 +143,7 @@ class MeasuredCosts:
             # Each run has inputs of its own: in a step nothing is left in the caches either.
             sets = [[_random_like(value) for value in values] for _ in range(RUNS + 1)]
             made: list[Any] = []  # nor is the memory of the last run's results at hand
-            return self._median_us(lambda: made.append(run(sets.pop())))
-
-    def _median_us(self, call: Callable[[], Any]) -> float:
-        """The median time of a few calls, after a first one."""
-        call()
-        times: list[float] = []
-        begin = time.perf_counter()
-        while len(times) < RUNS and (not times or time.perf_counter() - begin < REGION_LIMIT_S):
-            self._synchronize()
-            start = time.perf_counter()
-            call()
-            self._synchronize()
-            times.append(time.perf_counter() - start)
-        return median(times) * 1e6
-
-    def _synchronize(self) -> None:
-        if self.device_type == "cuda":
-            torch.cuda.synchronize()
+            return median_us(lambda: made.append(run(sets.pop())), self.device_type)
 
     def operator_us(self, node: fx.Node) -> float:
         """See `CostModel`: by the analytic model."""
@@ -198,51 +172,8 @@ class MeasuredCosts:
         )
 
     def _time_collective(self, kind: TransferKind) -> list[float]:
-        """α and β in microseconds, and the same of what the host loses."""
-        with real_tensors(), torch.no_grad():
-            latency_us, launch_us = self._stream_us(kind, LEAST_BYTES, 1)
-            stream_us, _ = self._stream_us(kind, MOST_BYTES, IN_FLIGHT)
-            lost_us = self._lost_us(kind, stream_us)
-        per_byte = max(stream_us - latency_us, 0.0) / (IN_FLIGHT * MOST_BYTES)
-        return [latency_us, per_byte, launch_us, lost_us / (IN_FLIGHT * MOST_BYTES)]
-
-    def _stream_us(self, kind: TransferKind, num_bytes: int, count: int) -> tuple[float, float]:
-        """The time of some collectives in flight together, and of launching one."""
-        start, finish = collective(kind, num_bytes, self.device_type)
-        walls, launches = [], []
-        for _ in range(1 + (RUNS if count > 1 else 10 * RUNS)):
-            dist.barrier()
-            self._synchronize()
-            begin = time.perf_counter()
-            flights = [start() for _ in range(count)]
-            launches.append((time.perf_counter() - begin) / count)
-            for flight in flights:
-                finish(flight)
-            self._synchronize()
-            walls.append(time.perf_counter() - begin)
-        return median(walls[1:]) * 1e6, median(launches[1:]) * 1e6
-
-    def _lost_us(self, kind: TransferKind, stream_us: float) -> float:
-        """What compute loses while a stream of collectives is in flight."""
-        start, finish = collective(kind, MOST_BYTES, self.device_type)
-        matrix = torch.randn(256, 256, device=self.device_type)
-        one_us = self._median_us(lambda: matrix @ matrix)
-        count = max(int(1.5 * stream_us / one_us), 1)
-
-        def compute_us(num_flights: int) -> float:
-            return_free_memory()  # a step's buffers are seldom those of the transfer before
-            dist.barrier()
-            self._synchronize()
-            begin = time.perf_counter()
-            flights = [start() for _ in range(num_flights)]
-            for _ in range(count):
-                matrix @ matrix
-            self._synchronize()
-            for flight in flights:
-                finish(flight)
-            return (time.perf_counter() - begin) * 1e6
-
-        return max(median(compute_us(IN_FLIGHT) - compute_us(0) for _ in range(RUNS)), 0.0)
+        """Its figures as a file holds them."""
+        return list(astuple(time_collective(kind, self.device_type)))
 
     def agree(self, what: str, measure: Callable[[], list[float]]) -> list[float]:
         """Rank 0's figures of something: kept ones, or what it measures now.
@@ -287,36 +218,6 @@ def _wait_for(store: Any, key: str, what: str, rank: int = 0) -> str:
             "does it compile another graph? cost.model='analytic' needs nobody."
         ) from error
     return str(store.get(key).decode())
-
-
-def collective(
-    kind: TransferKind, num_bytes: int, device_type: str
-) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """How to start and how to join one collective over all ranks, as the backend will run it."""
-    group = dist.group.WORLD
-    assert group is not None
-    name, size = group.group_name, group.size()
-    full = torch.ones(num_bytes // 4 // size * size, device=device_type)
-    part = full.chunk(size)[group.rank()].clone()
-    if device_type == "cpu":
-        if kind is TransferKind.ALL_GATHER:
-            return lambda: collectives.gather([part], size, name), collectives.join
-        if kind is TransferKind.REDUCE_SCATTER:
-            return (
-                lambda: collectives.exchange([full], size, name, [False]),
-                lambda flight: collectives.join_exchange(flight, size),
-            )
-        return (
-            lambda: collectives.all_reduce([full], name, [True]),
-            lambda flight: collectives.join_sum(flight, size),
-        )
-    functional = torch.ops._c10d_functional
-    wait = functional.wait_tensor.default
-    if kind is TransferKind.ALL_GATHER:
-        return lambda: functional.all_gather_into_tensor(part, size, name), wait
-    if kind is TransferKind.REDUCE_SCATTER:
-        return lambda: functional.reduce_scatter_tensor(full, "avg", size, name), wait
-    return lambda: functional.all_reduce(full, "avg", name), wait
 
 
 def _random_like(value: Any) -> Any:

@@ -1,0 +1,215 @@
+"""How fast one rank computes: the figures of a `DeviceSpec`, and of updates on its host.
+
+    products   square ones of doubled widths, in the three layouts of a linear layer's forward and
+               backward; a line through their times: t = launch + (FLOPs + half) / (peak · share)
+    streams    a copy that no cache holds; and the share of that which a compiled chain of operators
+               and an update reach, half of the bytes each: a step's are about so
+    launches   many tiny operators
+    random     one draw of many booleans
+    updates    torch's fused AdamW
+
+What ranks measure they begin together (`meet`), so that cores and memory are as busy as in
+training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fxzero.cost.analytic import DTYPE_NAMES
+from fxzero.cost.cluster import DeviceSpec
+from fxzero.cost.device_memory import device_bytes
+from fxzero.cost.timing import median_us, synchronize
+from fxzero.doctor.compilers import CHAIN_TENSORS, Chain
+
+Meet = Callable[[], None]
+"""Waits for the other ranks."""
+FIRST_WIDTH, LAST_WIDTH = 128, 1 << 14
+LIMIT_S = {"cpu": 0.05, "cuda": 0.02}
+"""No product is timed that would take longer."""
+ROUNDS = 3
+"""How often a product's turn comes; the best counts: what disturbs one is over by the next."""
+COPIED_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
+CHAIN_SHAPES = {"cpu": (512, 1024), "cuda": (8192, 4096)}
+"""Rows and columns of what the compiled chain works on: some layer's activations."""
+NUM_LAUNCHES = 1000
+NUM_DRAWN = 4 << 20
+NUM_UPDATED = {"cpu": 8 << 20, "cuda": 64 << 20}
+
+
+@dataclass(frozen=True)
+class Product:
+    """Square matrix products of one width."""
+
+    flops: float
+    us: float
+    """Of one: the mean of three layouts."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """t = launch + (FLOPs + `half_flops`) / `flops_per_s`, through the times of products."""
+
+    flops_per_s: float
+    half_flops: float
+
+    @staticmethod
+    def through(products: Sequence[Product], launch_us: float) -> Line:
+        """The line whose relative errors have the least squares."""
+        times = np.array([_beyond(p.us, launch_us) for p in products])
+        flops = np.array([p.flops for p in products])
+        columns = np.stack([flops / times, 1.0 / times], axis=1)
+        scale = columns.max(axis=0)
+        (slope, constant), *_ = np.linalg.lstsq(columns / scale, np.ones(len(times)), rcond=None)
+        per_flop, constant_s = float(slope / scale[0]), float(constant / scale[1])
+        if constant_s < 0 or per_flop <= 0 or len(products) < 2:
+            per_flop, constant_s = float(np.mean(times / flops)), 0.0
+        return Line(1.0 / per_flop, constant_s / per_flop)
+
+
+def _beyond(us: float, launch_us: float) -> float:
+    """Seconds of a product behind its launch."""
+    return max(us - launch_us, 0.1 * us) * 1e-6
+
+
+def measure_device(device: torch.device, run: Chain | None, meet: Meet) -> DeviceSpec:
+    """The figures of this rank's device.
+
+    Args:
+        run: the chain, compiled for the device's shape; None where compilers do not work: updates
+            alone then say what streams reach.
+        meet: called equally often by all ranks.
+    """
+    kind = device.type
+    with torch.no_grad():
+        meet()
+        launch_us = _launch_us(device)
+        meet()
+        copied = _copied_bytes_per_s(device)
+        meet()
+        updated = update_bytes_per_s(device)
+        meet()
+        chained = updated if run is None else _chained_bytes_per_s(run, device)
+        streamed = 2.0 / (1.0 / chained + 1.0 / updated)
+        products = measure_products(device, torch.float32, meet, ROUNDS)
+        line = Line.through(products, launch_us)
+        peak = max(line.flops_per_s, *(p.flops / p.us * 1e6 for p in products))
+        peaks = {"fp32": peak}
+        for dtype, name in DTYPE_NAMES.items():
+            if name != "fp32":
+                rate = max(
+                    (p.flops + line.half_flops) / _beyond(p.us, launch_us)
+                    for p in measure_products(device, dtype, meet, ROUNDS - 1)
+                )
+                peaks[name] = rate * peak / line.flops_per_s
+        meet()
+        random_per_s = 0.0 if kind == "cuda" else _random_per_s(device)
+    return DeviceSpec(
+        name=device_name(device),
+        peak_flops=peaks,
+        memory_bytes_per_s=copied,
+        memory_bytes=device_bytes(kind),
+        half_peak_flops=line.half_flops,
+        flops_efficiency=min(line.flops_per_s / peak, 1.0),
+        memory_efficiency=min(streamed / copied, 1.0),
+        launch_us=launch_us,
+        random_per_s=random_per_s,
+    )
+
+
+def measure_products(
+    device: torch.device, dtype: torch.dtype, meet: Meet, rounds: int
+) -> list[Product]:
+    """Time products of doubled widths, as long as they are short."""
+    meet()
+    times: dict[int, list[float]] = {}
+    width = FIRST_WIDTH
+    while width <= LAST_WIDTH:
+        times[width] = [_product_us(device, dtype, width)]
+        limit_us = LIMIT_S[device.type] * 1e6
+        if 8 * times[width][0] > limit_us:  # unless that was somebody else's doing
+            times[width].append(_product_us(device, dtype, width))
+        if 8 * min(times[width]) > limit_us:
+            break
+        width *= 2
+    for _ in range(rounds - 1):
+        meet()
+        for width, found in times.items():
+            found.append(_product_us(device, dtype, width))
+    return [Product(2.0 * width**3, min(found)) for width, found in times.items()]
+
+
+def _product_us(device: torch.device, dtype: torch.dtype, width: int) -> float:
+    a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
+    layouts = (lambda: a @ b, lambda: a @ b.t(), lambda: a.t() @ b)
+    times = [median_us(call, device.type, runs=3, limit_s=0.1) for call in layouts]
+    return sum(times) / len(times)
+
+
+def _copied_bytes_per_s(device: torch.device) -> float:
+    """What a copy reads and writes."""
+    source = torch.ones(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    us = median_us(lambda: target.copy_(source), device.type, limit_s=1.0)
+    return 2 * source.nbytes / us * 1e6
+
+
+def _chained_bytes_per_s(run: Chain, device: torch.device) -> float:
+    """What a compiled chain reads and writes, of what no cache close to the core holds."""
+    shape = CHAIN_SHAPES[device.type]
+    sets = [[torch.randn(shape, device=device) for _ in range(3)] for _ in range(4)]
+    turns = iter(range(1 << 30))
+    us = median_us(lambda: run(*sets[next(turns) % 4]), device.type, runs=40, limit_s=0.5)
+    return CHAIN_TENSORS * sets[0][0].nbytes / us * 1e6
+
+
+def _launch_us(device: torch.device) -> float:
+    """Of one operator that has next to nothing to do."""
+    a, b = (torch.ones(64, device=device) for _ in range(2))
+
+    def many() -> None:
+        for _ in range(NUM_LAUNCHES):
+            torch.add(a, b)
+
+    return median_us(many, device.type) / NUM_LAUNCHES
+
+
+def _random_per_s(device: torch.device) -> float:
+    mask = torch.empty(NUM_DRAWN, dtype=torch.bool, device=device)
+    return NUM_DRAWN / median_us(lambda: mask.bernoulli_(0.5), device.type) * 1e6
+
+
+def update_bytes_per_s(device: torch.device) -> float:
+    """What AdamW reads and writes, counted as the analytic model counts it: each of its tensors is
+    read and written."""
+    param = torch.nn.Parameter(torch.randn(NUM_UPDATED[device.type], device=device))
+    param.grad = torch.randn_like(param)
+    optimizer = torch.optim.AdamW([param], fused=True)
+    us = median_us(optimizer.step, device.type, limit_s=1.0)
+    return 2 * 4 * param.nbytes / us * 1e6
+
+
+def device_name(device: torch.device) -> str:
+    """What people call it; of a CPU with the threads that a rank has of it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = next((line.partition(":")[2] for line in lines if line.startswith("model name")), "")
+    return f"{threads} thread{'s' if threads > 1 else ''} of {model.strip() or 'a CPU'}"
+
+
+def settle(device: torch.device, seconds: float) -> None:
+    """Compute for a while: clocks rise, and memory is there."""
+    a = torch.randn(512, 512, device=device)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        a @ a
+        synchronize(device.type)

@@ -1,0 +1,1 @@
+"""What `fxzero doctor` finds out."""
