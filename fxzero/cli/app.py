@@ -11,6 +11,7 @@ from fxzero import __version__
 from fxzero.cli.estimate import estimate
 from fxzero.cli.inspect import inspect
 from fxzero.cli.options import options
+from fxzero.cli.report import report
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -38,5 +39,5 @@ def fxzero(
     """
 
 
-for command in (estimate, inspect, options):
+for command in (estimate, inspect, options, report):
     app.command()(command)

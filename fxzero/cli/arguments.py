@@ -39,6 +39,22 @@ TARGET_HELP = (
     "file.py:factory, which returns a module or (module, inputs); a preset (gpt-1t, llama3-8b, …); "
     "or a configuration of transformers (hf:llama, hf:config.json, hf:org/name)."
 )
+ZeroOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=3,
+        help="ZeRO stage. 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also "
+        "parameters.",
+    ),
+]
+WorldSizeOption = Annotated[
+    int,
+    typer.Option(min=1, max=MOST_RANKS, help="Ranks to compile for; none of them is started."),
+]
+RankOption = Annotated[
+    int, typer.Option(min=0, help="The rank whose graph to show, from 0 to world size - 1.")
+]
 BatchOption = Annotated[
     int | None,
     typer.Option(
@@ -70,6 +86,36 @@ ParamDtypeOption = Annotated[
 ReduceDtypeOption = Annotated[
     Dtype | None,
     typer.Option(help="Dtype that gradients travel in. Default: the one computed in."),
+]
+OffloadOption = Annotated[
+    bool,
+    typer.Option("--offload", help="Keep shards in the host's memory: shard(offload=True)."),
+]
+StepOption = Annotated[
+    bool,
+    typer.Option("--step", help="Compile the whole step: compile_step with AdamW."),
+]
+ClipOption = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        help="With --step: the norm that gradients are clipped to, as in your compile_step; 0 "
+        "does not clip.",
+    ),
+]
+MicroBatchesOption = Annotated[
+    int,
+    typer.Option(min=1, max=1024, help="With --step: equal parts that each batch is split in."),
+]
+InferenceOption = Annotated[
+    bool, typer.Option("--inference", help="Compile a forward alone, without gradients.")
+]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Machine to decide and simulate for: a name in conf/cluster (dgx_h100, laptop, "
+        "…), or a YAML file with the same keys. Default: guessed from this one."
+    ),
 ]
 OptionsOption = Annotated[
     str,

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from fxzero.cli import tables
 from fxzero.cli.arguments import (
     DEFAULT_WORLD_SIZE,
-    MOST_RANKS,
     TARGET_HELP,
     BatchOption,
+    ClipOption,
+    ClusterOption,
+    InferenceOption,
     InputsOption,
+    MicroBatchesOption,
+    OffloadOption,
     OptionsOption,
     ParamDtypeOption,
+    RankOption,
     ReduceDtypeOption,
     SeqLenOption,
+    StepOption,
     TracebackOption,
+    WorldSizeOption,
+    ZeroOption,
     check_companions,
     check_file,
     check_pass,
@@ -28,8 +36,8 @@ from fxzero.cli.arguments import (
     mesh_of,
     settings_of,
 )
+from fxzero.cli.capturing import Asked
 from fxzero.cli.failures import as_sentences
-from fxzero.errors import ConfigError
 from fxzero.inspect import Analysis, capture
 from fxzero.inspect.pipeline import micro_step_of, under
 from fxzero.inspect.targets import load
@@ -39,47 +47,18 @@ from fxzero.pipeline.schedules import AUTO, table_of
 
 def inspect(
     target: Annotated[str, typer.Argument(help=TARGET_HELP)],
-    zero: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=3,
-            help="ZeRO stage. 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also "
-            "parameters.",
-        ),
-    ] = 3,
-    world_size: Annotated[
-        int,
-        typer.Option(min=1, max=MOST_RANKS, help="Ranks to compile for; none of them is started."),
-    ] = DEFAULT_WORLD_SIZE,
-    rank: Annotated[
-        int, typer.Option(min=0, help="The rank whose graph to show, from 0 to world size - 1.")
-    ] = 0,
+    zero: ZeroOption = 3,
+    world_size: WorldSizeOption = DEFAULT_WORLD_SIZE,
+    rank: RankOption = 0,
     batch_size: BatchOption = None,
     seq_len: SeqLenOption = None,
     inputs: InputsOption = None,
     param_dtype: ParamDtypeOption = None,
     reduce_dtype: ReduceDtypeOption = None,
-    offload: Annotated[
-        bool,
-        typer.Option("--offload", help="Keep shards in the host's memory: shard(offload=True)."),
-    ] = False,
-    step: Annotated[
-        bool,
-        typer.Option("--step", help="Compile the whole step: compile_step with AdamW."),
-    ] = False,
-    clip_grad_norm: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            help="With --step: the norm that gradients are clipped to, as in your compile_step; 0 "
-            "does not clip.",
-        ),
-    ] = 1.0,
-    micro_batches: Annotated[
-        int,
-        typer.Option(min=1, max=1024, help="With --step: equal parts that each batch is split in."),
-    ] = 1,
+    offload: OffloadOption = False,
+    step: StepOption = False,
+    clip_grad_norm: ClipOption = 1.0,
+    micro_batches: MicroBatchesOption = 1,
     mesh: Annotated[
         str | None,
         typer.Option(
@@ -95,16 +74,8 @@ def inspect(
             "2F0, 2B0, 2I0, 2W0."
         ),
     ] = "1f1b",
-    inference: Annotated[
-        bool, typer.Option("--inference", help="Compile a forward alone, without gradients.")
-    ] = False,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="Machine to decide and simulate for: a name in conf/cluster (dgx_h100, laptop, "
-            "…), or a YAML file with the same keys. Default: guessed from this one."
-        ),
-    ] = None,
+    inference: InferenceOption = False,
+    cluster: ClusterOption = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="Write the simulated step to this file, as JSON for ui.perfetto.dev."),
@@ -155,34 +126,34 @@ def inspect(
     with as_sentences(traceback):
         check_companions(
             {
-                "--micro-batches": (micro_batches > 1, "--step", step),
                 "--mesh": (mesh is not None, "--step", step),
                 "--schedule": (schedule != "1f1b", "--mesh", mesh is not None),
-                "--clip-grad-norm": (clip_grad_norm != 1.0, "--step", step),
-                "--inference": (inference, "no --step", not step),
-                "--reduce-dtype": (reduce_dtype is not None, "no --inference", not inference),
             }
         )
         pipeline_ranks, world_size = mesh_of(mesh, world_size)
-        if rank >= world_size:
-            raise ConfigError(f"rank {rank} is not in a world of {world_size} ranks")
+        asked = Asked(
+            zero=zero,
+            world_size=world_size,
+            rank=rank,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            inputs=inputs,
+            param_dtype=dtype_of(param_dtype),
+            reduce_dtype=dtype_of(reduce_dtype),
+            offload=offload,
+            step=step,
+            clip_grad_norm=clip_grad_norm,
+            micro_batches=micro_batches,
+            inference=inference,
+        )
+        asked.check()
         config = settings_of(options, cluster, keep_text=diff is not None)
         if diff is not None:
             check_pass(diff, config, step)
         check_file("--trace", trace)
         check_file("--plan", plan)
         found = load(target)
-        settings: dict[str, Any] = {
-            "zero": zero,
-            "world_size": world_size,
-            "rank": rank,
-            "batch_size": batch_size,
-            **found.usual(dtype_of(param_dtype), seq_len, inputs),
-            "reduce_dtype": dtype_of(reduce_dtype),
-            "offload": offload,
-            "clip_grad_norm": clip_grad_norm or None,
-            "options": config,
-        }
+        settings = asked.settings(found, config)
         pipeline = None
         if pipeline_ranks:
             if schedule != AUTO:
@@ -191,13 +162,7 @@ def inspect(
             captured = micro_step.capture
             pipeline = under(schedule, micro_step, pipeline_ranks, micro_batches)
         else:
-            captured = capture(
-                found.build,
-                training=not inference,
-                step=step,
-                micro_batches=micro_batches,
-                **settings,
-            )
+            captured = capture(found.build, **asked.as_run(), **settings)
         if trace is not None:
             write_trace(trace, captured, pipeline.replayed if pipeline is not None else None)
         if plan is not None:

@@ -6,13 +6,14 @@ capture and of a dump alike: nothing in it is a graph, and nothing of it is exec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
 
 from fxzero.compiler.compilation import Compilation
+from fxzero.compiler.run import PassRecord
 from fxzero.cost.model import CostModel
 from fxzero.graph import StepGraph
 from fxzero.graph.modules import module_path
@@ -112,7 +113,8 @@ class PassText:
     """The graph behind a pass, as text."""
 
     name: str
-    """Of the pass; ``capture`` for the graph that came to the first one."""
+    """Of the pass; ``capture`` for the graph that came to the first one, and ``cut`` for a side of
+    one that was cut at the border of its phases, before it is lowered."""
     text: str
 
 
@@ -165,8 +167,6 @@ class GraphDetail:
         program = tasks_of(graph, costs, fuses=compilation.config.fuses)
         simulation = program.run()
         kinds, held = _held(program)
-        records = compilation.records
-        texts = [PassText("capture", records[0].before)] if records and records[0].before else []
         decisions = compilation.context.decisions
         return GraphDetail(
             graph=number,
@@ -180,7 +180,7 @@ class GraphDetail:
             ),
             decisions={name: plain(made) for name, made in decisions.made.items()},
             digest=decisions.digest,
-            texts=(*texts, *(PassText(r.name, r.after) for r in records if r.after)),
+            texts=tuple(_texts(compilation.records)),
         )
 
     def by_name(self) -> dict[str, NodeRow]:
@@ -189,6 +189,18 @@ class GraphDetail:
         for row in self.nodes:
             found.setdefault(row.name, row)
         return found
+
+
+def _texts(records: Sequence[PassRecord]) -> Iterator[PassText]:
+    """What each pass left, and what came to it where that is not what the one before left."""
+    last = None
+    for record in records:
+        if not record.after:
+            continue
+        if record.before != last:
+            yield PassText("capture" if last is None else "cut", record.before)
+        yield PassText(record.name, record.after)
+        last = record.after
 
 
 def _node_rows(graph: StepGraph, costs: CostModel) -> Iterator[NodeRow]:
