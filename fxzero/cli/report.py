@@ -78,10 +78,10 @@ def report(
     ] = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Write one HTML page of a model's step: timeline, memory, traffic, graph, what passes changed.
+    """Write one HTML page of a model's step: timeline, memory, traffic, graph, passes' diffs.
 
-    The page needs no network and no server. The step is captured as `fxzero inspect` does it: in one
-    process, with no accelerator and no memory for the model.
+    The page needs no network and no server. The step is captured as `fxzero inspect` does it: in
+    one process, with no accelerator and no memory for the model.
 
     Examples:
 

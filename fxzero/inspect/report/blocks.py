@@ -1,8 +1,8 @@
 """The nodes of a graph as blocks that open: a phase of a micro-step, its layers, their nodes.
 
-Layers that stand one behind the other and compute alike are one block until it is opened: what they
-call, and bytes of what that makes, tell. Transfers may differ: where a bucket ends has nothing to do
-with the layer.
+Layers that stand one behind the other and compute alike are one block until it is opened: what
+they call, and bytes of what that makes, tell. Transfers may differ: where a bucket ends has nothing
+to do with the layer.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ class LayerBlock:
     """Places among the graph's nodes, in launch order."""
     us: float
     """Of its compute, each operator by itself."""
-    num_bytes: int
-    """Of all that its compute makes."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +86,8 @@ def _computes(node: NodeRow) -> bool:
 
 
 def _block(nodes: Sequence[NodeRow], layer: str, places: list[int]) -> LayerBlock:
-    computed = [nodes[i] for i in places if _computes(nodes[i])]
-    return LayerBlock(
-        layer=layer,
-        nodes=tuple(places),
-        us=round(sum(node.us for node in computed), 3),
-        num_bytes=sum(node.num_bytes for node in computed),
-    )
+    us = sum(nodes[i].us for i in places if _computes(nodes[i]))
+    return LayerBlock(layer=layer, nodes=tuple(places), us=round(us, 3))
 
 
 def as_data(blocks: Iterable[PhaseBlock], strings: Any) -> list[dict[str, Any]]:
@@ -104,7 +97,7 @@ def as_data(blocks: Iterable[PhaseBlock], strings: Any) -> list[dict[str, Any]]:
             "phase": block.phase,
             "micro_step": block.micro_step,
             "groups": [
-                [[strings(part.layer), list(part.nodes), part.us, part.num_bytes] for part in group]
+                [[strings(part.layer), list(part.nodes), part.us] for part in group]
                 for group in block.groups
             ],
         }

@@ -33,11 +33,19 @@ def _figures(this: Analysis, other: Analysis) -> list[dict[str, Any]]:
     """Sums over all graphs, each with its unit."""
     both = [_sums(other), _sums(this)]
     names = dict.fromkeys(name for sums in both for name in sums)
+    names = dict.fromkeys(sorted(names, key=_topic))
     return [
         {"name": name, "unit": unit, "other": both[0].get((name, unit), 0), "this": value}
         for name, unit in names
         for value in [both[1].get((name, unit), 0)]
     ]
+
+
+def _topic(name: tuple[str, str]) -> int:
+    """Figures of one topic stand together, in the order in which people ask for them."""
+    topics = ("step", "waiting", "busy", "peak", "at the peak", "model states", "sent", "moved")
+    starts = (i for i, topic in enumerate(topics) if name[0].startswith(topic))
+    return next(starts, len(topics))
 
 
 def _sums(analysis: Analysis) -> dict[tuple[str, str], float]:

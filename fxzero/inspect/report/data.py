@@ -17,9 +17,10 @@ from fxzero.inspect.report.blocks import as_data, phase_blocks, pieces_of
 from fxzero.inspect.report.columns import Strings, columns
 from fxzero.inspect.report.comparison import compared, flat_settings
 from fxzero.inspect.report.pass_diffs import pass_diffs
+from fxzero.inspect.report.traffic import ModuleTraffic, module_traffic
 from fxzero.settings import plain
 
-MOST_POINTS = 3000
+MOST_POINTS = 4000
 """Of a memory curve: more than a screen has columns. The highest of each stretch stays."""
 MOST_ALIVE = 400
 """Tensors at the peak, the largest."""
@@ -67,8 +68,8 @@ def report_data(
 
 
 def changed_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings that are not the compiler's own, by their path; but for ``keep_text``, which the page
-    itself asks for."""
+    """Settings that are not the compiler's own, by their path; but for ``keep_text``, which the
+    page itself asks for."""
     defaults = flat_settings(plain(Config()))
     return {
         name: value
@@ -100,6 +101,8 @@ def _graph(
     if detail is None:
         return data
     passes = [r for r in analysis.passes if r.graph == row.graph]
+    transfers = [r for r in analysis.transfers if r.graph == row.graph]
+    memory = [report for report in analysis.memory if report.graph == row.graph]
     pieces = pieces_of(detail.nodes)
     alive = sorted(detail.alive, key=lambda tensor: -tensor.num_bytes)
     return data | {
@@ -110,6 +113,8 @@ def _graph(
                 len(alive[MOST_ALIVE:]),
                 sum(tensor.num_bytes for tensor in alive[MOST_ALIVE:]),
             ],
+            "traffic": columns(strings, module_traffic(transfers, detail.nodes), ModuleTraffic),
+            "by_layer": [asdict(layer) for report in memory for layer in report.rows],
             "nodes": columns(strings, detail.nodes, NodeRow),
             "blocks": as_data(phase_blocks(detail.nodes), strings),
             "pieces": {str(strings(name)): places for name, places in pieces.items()},
@@ -143,14 +148,31 @@ def _over_time(detail: GraphDetail | None, strings: Strings) -> dict[str, Any]:
 
 def _curve(held: Sequence[HeldRow], strings: Strings) -> dict[str, list[Any]]:
     """The curve, a column a kind, with no more points than can be seen."""
-    count = min(MOST_POINTS, len(held))
-    stretches = (held[i * len(held) // count : (i + 1) * len(held) // count] for i in range(count))
-    rows = [max(stretch, key=lambda row: sum(row.num_bytes)) for stretch in stretches]
+    points = [
+        (start_us, row)
+        for i, (start_us, row) in enumerate(zip(reached_us(held), held, strict=True))
+        if not i or row.num_bytes != held[i - 1].num_bytes
+    ]
+    count = min(MOST_POINTS, len(points))
+    stretches = (
+        points[i * len(points) // count : (i + 1) * len(points) // count] for i in range(count)
+    )
+    highest = [max(stretch, key=lambda point: sum(point[1].num_bytes)) for stretch in stretches]
+    rows = [row for _, row in highest]
     return {
-        "start_us": [row.start_us for row in rows],
+        "start_us": [start_us for start_us, _ in highest],
         "node": [strings(row.node) for row in rows],
         "num_bytes": [list(column) for column in zip(*(r.num_bytes for r in rows), strict=True)],
     }
+
+
+def reached_us(held: Sequence[HeldRow]) -> list[float]:
+    """When each place of the launch order is reached: a transfer whose lane is busy holds its
+    memory from its launch, and what stands behind it may run before it does."""
+    found: list[float] = []
+    for row in reversed(held):
+        found.append(min(row.start_us, found[-1]) if found else row.start_us)
+    return found[::-1]
 
 
 def _short_decisions(made: Any) -> Any:

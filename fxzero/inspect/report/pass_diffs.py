@@ -10,7 +10,7 @@ from itertools import islice, pairwise
 from fxzero.inspect.analysis import PassRow
 from fxzero.inspect.detail import PassText
 
-LONGEST_DIFF = 1200
+LONGEST_DIFF = 4000
 """Lines of a diff that a page holds: more is for `fxzero inspect TARGET --diff PASS`."""
 LONGEST_LINE = 320
 """Characters of a line: a bucket of a thousand tensors would fill pages."""
@@ -43,7 +43,7 @@ def pass_diffs(rows: Sequence[PassRow], texts: Sequence[PassText]) -> list[PassD
         rows: the graph's passes, in the order in which they ran.
         texts: as `GraphDetail` has them; none where nobody asked for texts.
     """
-    found = []
+    found: list[PassDiff] = []
     cuts = [text.name for text in texts].count("cut")
     sides = iter(("forward", "backward") if cuts > 1 else ("",) * cuts)
     side = ""

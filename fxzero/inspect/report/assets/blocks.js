@@ -83,26 +83,26 @@ const blocksPanel = (graph, go) => {
       inside: body ? (deeper) => body.map((inner) => () => nodeItem(inner)(deeper)) : null,
     }), { node });
   };
-  const sums = (blocks) => [
-    el("span", { class: "size" }, bytes(blocks.reduce((sum, block) => sum + block.num_bytes, 0))),
-    el("span", { class: "time" }, time(blocks.reduce((sum, block) => sum + block.us, 0))),
-  ];
+  const sums = (blocks) => {
+    const us = blocks.reduce((sum, block) => sum + block.us, 0);
+    return el("span", { class: "time" }, us ? time(us) : "");
+  };
   const layerItem = (block) => (level) => treeItem(level, [
-    el("span", { class: "name layer" }, layerName(block.layer)), el("span", { class: "op" }, `${number(block.nodes.length)} nodes`), sums([block]),
+    el("span", { class: "name layer" }, layerName(block.layer)), el("span", { class: "op" }, counted(block.nodes.length, "node")), sums([block]),
   ], { inside: (deeper) => block.nodes.map((node) => () => nodeItem(node)(deeper)) });
   const groupItem = (group) => (level) => {
     if (group.length === 1) return layerItem(group[0])(level);
     return treeItem(level, [
       el("span", { class: "name layer" }, `${layerName(group[0].layer)} … ${layerName(group[group.length - 1].layer)}`),
       el("span", { class: "badge" }, `${group.length} alike`),
-      el("span", { class: "op" }, `${number(group.reduce((sum, block) => sum + block.nodes.length, 0))} nodes`), sums(group),
+      el("span", { class: "op" }, counted(group.reduce((sum, block) => sum + block.nodes.length, 0), "node")), sums(group),
     ], { inside: (deeper) => group.map((block) => () => layerItem(block)(deeper)) });
   };
   const several = detail.blocks.some((block) => block.microStep > 0);
   const phaseItem = (block) => {
     const every = block.groups.flat();
     const name = `${block.phase}${several && block.phase !== "optimizer" && block.phase in PHASES ? `, micro-step ${block.microStep}` : ""}`;
-    return treeItem(1, [el("span", { class: "name phase" }, name), el("span", { class: "op" }, `${number(every.reduce((sum, one) => sum + one.nodes.length, 0))} nodes`), sums(every)],
+    return treeItem(1, [el("span", { class: "name phase" }, name), el("span", { class: "op" }, counted(every.reduce((sum, one) => sum + one.nodes.length, 0), "node")), sums(every)],
       { inside: (level) => block.groups.map((group) => () => groupItem(group)(level)) });
   };
 
@@ -143,6 +143,6 @@ const blocksPanel = (graph, go) => {
   };
   return [card("The graph",
     el("div", { class: "searchbar" }, el("label", { for: "search" }, "Search"), box, button("Fold all", () => { box.value = ""; find(); }), said),
-    el("div", { class: "treehead", "aria-hidden": "true" }, el("span", {}, "in launch order"), el("span", { class: "size" }, "makes"), el("span", { class: "time" }, "alone")), tree,
+    el("div", { class: "treehead", "aria-hidden": "true" }, el("span", {}, "in launch order"), el("span", { class: "size" }, "size"), el("span", { class: "time" }, "time alone")), tree,
     hint("Layers that compute alike are one block until it is opened. Arrow keys walk the tree, Enter opens. Times are of each node by itself; a region of several takes less than their sum."))];
 };

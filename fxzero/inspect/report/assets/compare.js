@@ -4,15 +4,14 @@ const amount = (value, unit) => (unit === "us" ? time(value) : unit === "B" ? by
 
 const comparePanel = (data, graph) => {
   const { against } = data;
-  const both = [`${against.title}`, `${data.title}`];
   const change = (row) => {
     const by = row.this - row.other;
     if (!by) return el("span", { class: "muted" }, "same");
     const share = row.other ? ` (${by > 0 ? "+" : "−"}${percent(Math.abs(by / row.other))})` : "";
     return `${by > 0 ? "+" : "−"}${amount(Math.abs(by), row.unit)}${share}`;
   };
-  const chip = (name, about) => el("p", {}, el("b", {}, name), ` ZeRO-${about.zero}, ${number(about.world_size)} ranks, ${number(about.num_parameters)} parameters`);
-  const figures = card("Figures", chip("This:", data.about), el("p", {}, both[1]), chip("Against:", against.about), el("p", {}, both[0]),
+  const named = (name, title, about) => [el("dt", {}, name), el("dd", {}, el("code", {}, title), ` ZeRO-${about.zero}, ${counted(about.world_size, "rank")}, ${number(about.num_parameters)} parameters`)];
+  const figures = card("Figures", el("dl", {}, named("This", data.title, data.about), named("Against", against.title, against.about)),
     table("Figures that differ", [
       { title: "Figure", value: (row) => row.name },
       { title: "Against", value: (row) => row.other, right: true, show: (row) => amount(row.other, row.unit) },

@@ -13,6 +13,7 @@ const TEXTS = {
   alive: ["node", "kind"],
   nodes: ["name", "text", "operator", "phase", "lane", "role", "layer", "module", "bucket", "made_by", "again",
     "piece", "source"],
+  traffic: ["module", "operator", "lane"],
   transfers: ["bucket", "phase", "lane", "operator", "layer"],
 };
 const LISTS = { nodes: ["params", "inputs"], transfers: ["params"] };
@@ -48,14 +49,16 @@ const detailOf = (raw, strings) => {
   const blocks = raw.blocks.map((block) => ({
     phase: block.phase,
     microStep: block.micro_step,
-    groups: block.groups.map((group) => group.map(([layer, places, us, num_bytes]) => ({
-      layer: strings[layer], nodes: places.map((i) => nodes[i]), us, num_bytes,
+    groups: block.groups.map((group) => group.map(([layer, places, us]) => ({
+      layer: strings[layer], nodes: places.map((i) => nodes[i]), us,
     }))),
   }));
   return {
     ...overTime(raw, strings),
     alive: rowsOf("alive", raw.alive, strings),
     aliveLeftOut: raw.alive_left_out,
+    traffic: rowsOf("traffic", raw.traffic, strings),
+    byLayer: raw.by_layer,
     nodes,
     byName,
     pieces,

@@ -23,7 +23,7 @@ const themeButton = () => {
 const start = (data) => {
   const { about } = data;
   document.getElementById("title").replaceChildren(data.title);
-  const chips = [`ZeRO-${about.zero}`, `${number(about.world_size)} ranks`, about.rank ? `rank ${about.rank}` : null, `${short(about.num_parameters)} parameters`];
+  const chips = [`ZeRO-${about.zero}`, counted(about.world_size, "rank"), about.rank ? `rank ${about.rank}` : null, `${short(about.num_parameters)} parameters`];
   document.getElementById("chips").replaceChildren(...chips.filter(Boolean).map((text) => el("span", { class: "chip" }, text)));
 
   const bar_ = document.getElementById("tabs");

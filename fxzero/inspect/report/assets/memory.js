@@ -95,7 +95,7 @@ const memoryChart = (detail, view, { height = 260, wheel = "always", hidden = ne
     i = (i < 0 ? held.start_us.length : i) - 1;
     if (event.offsetX < GUTTER || i < 0) return tooltip.hide();
     const parts = kinds.map((kind, k) => [kind, held.num_bytes[k][i]]).filter(([kind, held_]) => held_ && !hidden.has(kind));
-    return tooltip.show(event, [`${bytes(totalAt(held, i, hidden, kinds))} while ${held.node[i]} runs`, `at ${time(held.start_us[i])}`, ...parts.reverse().map(([kind, n]) => `${words(kind)}: ${bytes(n)}`)]);
+    return tooltip.show(event, [`${bytes(totalAt(held, i, hidden, kinds))} at ${time(at)}`, `since ${held.node[i]}`, ...parts.reverse().map(([kind, n]) => `${words(kind)}: ${bytes(n)}`)]);
   });
   canvas.addEventListener("pointerleave", tooltip.hide);
   return { holder, redraw };
@@ -111,6 +111,24 @@ const kindLegend = (detail, schedule, toggle) => {
     }, { class: "toggle", "aria-pressed": "true" });
     return el("li", {}, made);
   }));
+};
+
+// What each layer keeps for backward, repeats there and gathers; alike ones are one row.
+const layerMemory = (rows) => {
+  const numbered = rows.map((row, order) => ({ ...row, order }));
+  const some = (name) => numbered.some((row) => row[name]);
+  const column = (name, title, show) => ({ title, value: (row) => row[name], right: true, show: (row) => (row[name] ? show(row[name]) : "") });
+  const named = (row) => (row.layers.length > 1 ? `${layerName(row.layers[0])} … ${row.layers[row.layers.length - 1]}` : layerName(row.layers[0]));
+  return card("By layer", table("Memory by layer", [
+    { title: "Layers", value: (row) => row.order, show: (row) => [named(row), " ", row.layers.length > 1 ? el("span", { class: "badge" }, `${row.layers.length} alike`) : null].filter(Boolean) },
+    column("kept_bytes", "Kept for backward", bytes),
+    ...(some("moved_bytes") ? [column("moved_bytes", "On the host meanwhile", bytes)] : []),
+    column("repeated", "Operators repeated", number),
+    column("repeated_bytes", "Not kept therefore", bytes),
+    column("repeated_us", "Repeating takes", time),
+    ...(some("partitioned") ? [column("partitioned_bytes", "Kept in parts", bytes), column("partitioned_us", "Gathering parts takes", time)] : []),
+    column("gathered_bytes", "Gathered", bytes),
+  ], numbered), hint("Figures are of each layer, in one micro-step."));
 };
 
 const memoryPanel = (graph, view, go) => {
@@ -144,5 +162,6 @@ const memoryPanel = (graph, view, go) => {
         sort: { column: 3, down: true },
         open: (row) => chosen.replaceChildren(nodeCard(graph, row.node, go)),
       })),
+    ...(detail.byLayer.length ? [layerMemory(detail.byLayer)] : []),
   ];
 };

@@ -21,7 +21,7 @@ const overviewPanel = (data, graph, view, go) => {
     figure("Peak memory", bytes(top.peak_bytes), `at ${top.peak_node}`),
     figure("Model states", bytes(stateBytes), `of ${short(about.num_parameters)} parameters`),
     figure("Sent by each rank", bytes(about.totals.sent_bytes), about.num_parameters ? `${fixed(about.totals.wire_elements / about.num_parameters, 3)} P on the wire` : ""),
-    figure("Compute", step ? `${fixed(about.flops / step / 1e6, 1)} TFLOP/s` : "–", `${fixed(about.flops / 1e12, digitsOf(about.flops / 1e12))} TFLOP a step`));
+    figure("Compute", step ? `${flops(about.flops / step * 1e6)}/s` : "–", `${flops(about.flops)} a step`));
   const kinds = Object.entries(schedule.bytes_by_kind).filter(([, held]) => held);
   const parts = [figures];
   if (detail && detail.spans.length) {
@@ -30,7 +30,7 @@ const overviewPanel = (data, graph, view, go) => {
     parts.push(card("The step", laneLegend(detail), windowTools(view), drawn.holder,
       ...(chart ? [el("h3", { class: "inner" }, "Memory of the device"), kindLegend(detail, schedule), chart.holder] : [])));
   }
-  const busy = Object.entries(schedule.busy_us);
+  const busy = LANES.filter((lane) => schedule.busy_us[lane]).map((lane) => [lane, schedule.busy_us[lane]]);
   const lanes = el("table", { class: "plain" }, el("caption", { class: "unseen" }, "How busy each lane is"), el("tbody", {}, busy.map(([lane, us]) =>
     el("tr", {}, el("th", { scope: "row" }, swatch(colourOf(lane)), words(lane)), el("td", { class: "grow" }, bar(schedule.makespan_us ? us / schedule.makespan_us : 0, colourOf(lane), percent(schedule.makespan_us ? us / schedule.makespan_us : 0))), el("td", { class: "right" }, time(us))))));
   const held = el("table", { class: "plain" }, el("caption", { class: "unseen" }, "What the peak is made of"), el("tbody", {}, kinds.sort((a, b) => b[1] - a[1]).map(([kind, amount]) =>

@@ -3,7 +3,6 @@
 
 const GUTTER = 84;
 const STRIP = 18;
-const ROW = 28;
 const RULER = 22;
 
 // Neighbours of one lane with the same word, as one stretch.
@@ -39,7 +38,7 @@ const stripsOf = (detail) => {
   return strips;
 };
 
-const timeline = (rows, view, { select = () => {}, wheel = "always", label = "Timeline" } = {}) => {
+const timeline = (rows, view, { select = () => {}, wheel = "always", label = "Timeline", tall: ROW = 28 } = {}) => {
   const tops = [];
   let height = RULER;
   for (const row of rows) {
@@ -201,6 +200,8 @@ const hatch = (context, x, y, width, height, colour) => {
   context.restore();
 };
 
+const keys = (...names) => names.flatMap((name, i) => (i ? [" ", el("kbd", {}, name)] : el("kbd", {}, name)));
+
 const laneLegend = (detail) => {
   const lanes = LANES.filter((lane) => detail.spans.some((span) => span.lane === lane));
   const waits = detail.stalls.length
@@ -213,12 +214,12 @@ const timelinePanel = (graph, view, go) => {
   const { detail } = graph;
   if (!detail || !detail.spans.length) return [noDetail()];
   const chosen = el("div", { class: "chosen", "aria-live": "polite" },
-    hint("Choose something by a click, or by the keys comma and full stop, to see its node."));
+    hint("Click on something, or choose it by keys, to see its node."));
   const select = (span) => {
     if (!span) chosen.replaceChildren();
     else chosen.replaceChildren(nodeCard(graph, span.node, go, span));
   };
-  const drawn = timeline([...stripsOf(detail), ...lanesOf(detail)], view, { select });
+  const drawn = timeline([...stripsOf(detail), ...lanesOf(detail)], view, { select, tall: 36 });
   go.toSpan = (name) => {
     const span = detail.spans.find((one) => one.node === name);
     if (span) {
@@ -239,7 +240,7 @@ const timelinePanel = (graph, view, go) => {
   const most = Math.max(...rows.map((row) => row.us), 1);
   return [
     card("Timeline by lane", laneLegend(detail), windowTools(view), drawn.holder,
-      hint("Wheel zooms, dragging moves; keys: + − zoom, ← → move, , . neighbours, ↑ ↓ lanes, Enter closer, 0 all. Times are simulated: ", el("b", {}, graph.schedule.costs), "."), chosen),
+      hint("Wheel zooms, dragging moves. Keys: ", keys("+", "−"), " zoom, ", keys("←", "→"), " move, ", keys(",", "."), " neighbour, ", keys("↑", "↓"), " lane, ", keys("Enter"), " closer, ", keys("0"), ` whole step. Times are simulated (${graph.schedule.costs}).`), chosen),
     card("Time by layer and lane", table("Time by layer and lane", [
       { title: "Layer", value: (row) => layerName(row.layer) },
       { title: "Lane", value: (row) => row.lane, show: (row) => [swatch(colourOf(row.lane)), words(row.lane)] },

@@ -57,6 +57,13 @@ const short = (count) => {
   return scale ? `${fixed(count / scale[0], digitsOf(count / scale[0]))}${scale[1]}` : number(count);
 };
 
+const flops = (count) => {
+  const [size, unit] = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1, ""]].find(([least]) => count >= least) || [1, ""];
+  return `${fixed(count / size, digitsOf(count / size))} ${unit}FLOP`;
+};
+
+const counted = (count, one, many = `${one}s`) => `${number(count)} ${count === 1 ? one : many}`;
+
 const percent = (share) => `${fixed(share * 100, 1)} %`;
 const words = (name) => name.replaceAll("_", " ");
 const layerName = (layer) => layer || "(root)";
