@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from fxzero.graph.stamps import Lane
+from fxzero.graph.stamps import Lane, Role
 from fxzero.inspect.detail import NodeRow
 
 BESIDE_PHASES = "inputs and outputs"
@@ -44,9 +44,9 @@ def phase_blocks(nodes: Sequence[NodeRow]) -> list[PhaseBlock]:
     """The outline's blocks, in the order in which each begins."""
     found: dict[tuple[str, int], dict[str, list[int]]] = {}
     for place, node in enumerate(nodes):
-        if node.piece:
+        if node.piece or node.role == Role.REGION.value:  # it stands for nodes that are here
             continue
-        is_beside = not node.phase or node.role in ("input", "output")
+        is_beside = not node.phase or node.role in (Role.INPUT.value, Role.OUTPUT.value)
         key = (BESIDE_PHASES, 0) if is_beside else (node.phase, node.micro_step)
         found.setdefault(key, {}).setdefault("" if is_beside else node.layer, []).append(place)
     return [

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fxzero.graph.stamps import Role
 from fxzero.inspect.analysis import TransferRow
 from fxzero.inspect.detail import NodeRow
 
@@ -50,7 +51,7 @@ def parameter_sizes(nodes: Sequence[NodeRow]) -> dict[str, int]:
     """Bytes of what a graph gets of each parameter: shards are to each other as the whole ones."""
     found: dict[str, int] = {}
     for node in nodes:
-        if node.role == "input" and len(node.params) == 1:
+        if node.role == Role.INPUT.value and len(node.params) == 1:
             name = node.params[0]
             found[name] = max(node.num_bytes, found.get(name, 0))
     return found

@@ -4,6 +4,7 @@
 
 const MOST_FOUND = 200;
 const MOST_CHILDREN = 400;
+const MOST_OPEN = 4;
 
 const treeItem = (level, label, { inside = null, facts = null }) => {
   const opens = inside || facts;
@@ -102,15 +103,17 @@ const blocksPanel = (graph, go) => {
   const phaseItem = (block) => {
     const every = block.groups.flat();
     const name = `${block.phase}${several && block.phase !== "optimizer" && block.phase in PHASES ? `, micro-step ${block.microStep}` : ""}`;
-    return treeItem(1, [el("span", { class: "name phase" }, name), el("span", { class: "op" }, counted(every.reduce((sum, one) => sum + one.nodes.length, 0), "node")), sums(every)],
-      { inside: (level) => block.groups.map((group) => () => groupItem(group)(level)) });
+    return Object.assign(treeItem(1, [el("span", { class: "name phase" }, name), el("span", { class: "op" }, counted(every.reduce((sum, one) => sum + one.nodes.length, 0), "node")), sums(every)],
+      { inside: (level) => (block.phase in PHASES
+        ? block.groups.map((group) => () => groupItem(group)(level))
+        : every.flatMap((one) => one.nodes).map((node) => () => nodeItem(node)(level))) }), { phase: block.phase });
   };
 
   const tree = el("ul", { role: "tree", "aria-label": "The graph", class: "tree" });
   treeKeys(tree);
   const folded = () => {
     tree.replaceChildren(...detail.blocks.map(phaseItem));
-    tree.querySelectorAll(":scope > li").forEach((item) => item.open(true));
+    tree.querySelectorAll(":scope > li").forEach((item) => item.open(detail.blocks.length <= MOST_OPEN && item.phase in PHASES));
     tree.firstElementChild.setAttribute("tabindex", "0");
   };
   folded();

@@ -33,7 +33,9 @@ const stripsOf = (detail) => {
   const node = (span) => (detail.byName ? detail.byName.get(span.node) : undefined);
   const strips = [{ name: "layer", strip: stretches(compute, (span) => span.layer) }];
   if (detail.byName) {
-    strips.unshift({ name: "phase", strip: stretches(compute, (span) => (node(span) || {}).phase || "") });
+    const phaseOf = ({ phase, micro_step: step }) => (step ? `${phase} ${step}` : phase);
+    const known = compute.filter((span) => node(span) && node(span).phase);
+    strips.unshift({ name: "phase", strip: stretches(known, (span) => phaseOf(node(span))) });
   }
   return strips;
 };
@@ -71,10 +73,11 @@ const timeline = (rows, view, { select = () => {}, wheel = "always", label = "Ti
       if (part.end < view.low || part.start > view.high) return;
       const x = GUTTER + (part.start - view.low) * scale;
       const w = Math.max(1, (part.end - part.start) * scale);
-      context.fillStyle = PHASES[part.word] || themed(n % 2 ? "stripA" : "stripB");
+      const phase = PHASES[part.word.split(" ")[0]];
+      context.fillStyle = phase || themed(n % 2 ? "stripA" : "stripB");
       context.fillRect(x, top, Math.max(1, w - 1), STRIP);
       const from = Math.max(x, GUTTER);
-      context.fillStyle = PHASES[part.word] ? "#10151c" : themed("text");
+      context.fillStyle = phase ? "#10151c" : themed("text");
       fitText(context, layerName(part.word), from + 5, top + STRIP / 2 + 0.5, x + w - from - 8);
     });
   };
