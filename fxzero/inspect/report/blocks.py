@@ -41,7 +41,8 @@ class PhaseBlock:
 
 
 def phase_blocks(nodes: Sequence[NodeRow]) -> list[PhaseBlock]:
-    """The outline's blocks, in the order in which each begins."""
+    """The outline's blocks, in the order in which half of each is done: what takes a micro-batch's
+    rows of all micro-steps stands before the first of them."""
     found: dict[tuple[str, int], dict[str, list[int]]] = {}
     for place, node in enumerate(nodes):
         if node.piece or node.role == Role.REGION.value:  # it stands for nodes that are here
@@ -51,8 +52,15 @@ def phase_blocks(nodes: Sequence[NodeRow]) -> list[PhaseBlock]:
         found.setdefault(key, {}).setdefault("" if is_beside else node.layer, []).append(place)
     return [
         PhaseBlock(phase, micro_step, tuple(_groups(nodes, layers)))
-        for (phase, micro_step), layers in found.items()
+        for (phase, micro_step), layers in sorted(found.items(), key=_middle)
     ]
+
+
+def _middle(item: tuple[tuple[str, int], dict[str, list[int]]]) -> int:
+    """The place that half of a block's nodes stand before; what no phase has comes first."""
+    (phase, _), layers = item
+    places = sorted(place for places in layers.values() for place in places)
+    return -1 if phase == BESIDE_PHASES else places[len(places) // 2]
 
 
 def pieces_of(nodes: Sequence[NodeRow]) -> dict[str, list[int]]:

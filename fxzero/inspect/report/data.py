@@ -17,6 +17,7 @@ from fxzero.inspect.report.blocks import as_data, phase_blocks, pieces_of
 from fxzero.inspect.report.columns import Strings, columns
 from fxzero.inspect.report.comparison import compared, flat_settings
 from fxzero.inspect.report.pass_diffs import pass_diffs
+from fxzero.inspect.report.repeats import once, repeats_of
 from fxzero.inspect.report.traffic import ModuleTraffic, module_traffic
 from fxzero.settings import plain
 
@@ -59,7 +60,7 @@ def report_data(
             "about": _about(other),
             "graphs": [
                 {"graph": row.graph, "schedule": asdict(row)}
-                | _over_time(_detail_of(other, row.graph), strings)
+                | _over_time(row, _detail_of(other, row.graph), strings)
                 for row in other.schedules
             ],
             **compared(analysis, other),
@@ -107,7 +108,7 @@ def _graph(
     alive = sorted(detail.alive, key=lambda tensor: -tensor.num_bytes)
     return data | {
         "detail": {
-            **_over_time(detail, strings),
+            **_over_time(row, detail, strings),
             "alive": columns(strings, alive[:MOST_ALIVE], AliveRow),
             "alive_left_out": [
                 len(alive[MOST_ALIVE:]),
@@ -134,13 +135,15 @@ def _graph(
     }
 
 
-def _over_time(detail: GraphDetail | None, strings: Strings) -> dict[str, Any]:
+def _over_time(row: ScheduleRow, detail: GraphDetail | None, strings: Strings) -> dict[str, Any]:
     """The timeline and the curve of memory."""
     spans = detail.spans if detail else ()
-    stalls = detail.stalls if detail else ()
+    repeats = repeats_of(spans, row.makespan_us)
+    stalls = [once(stall, repeats) for stall in (detail.stalls if detail else ())]
     return {
         "spans": columns(strings, spans, SpanRow),
         "stalls": columns(strings, stalls, StallRow),
+        "repeats": [asdict(repeat) for repeat in repeats],
         "kinds": list(detail.kinds) if detail else [],
         "held": _curve(detail.held if detail else (), strings),
     }

@@ -37,6 +37,7 @@ const rowsOf = (kind, columns, strings) => {
 const overTime = (raw, strings) => ({
   spans: rowsOf("spans", raw.spans, strings),
   stalls: rowsOf("stalls", raw.stalls, strings),
+  repeats: raw.repeats,
   kinds: raw.kinds,
   held: { ...raw.held, node: raw.held.node.map((n) => strings[n]) },
 });

@@ -41,17 +41,15 @@ const measuredPanel = (graph, go) => {
   const view = timeWindow(end);
   const both = lanesOf(detail).flatMap((lane) => [
     { ...lane, name: lane.lane },
-    ...lanesOf({ spans: spans.filter((span) => span.lane === lane.lane), stalls: [] }, () => "as it ran"),
+    ...lanesOf({ spans: spans.filter((span) => span.lane === lane.lane), stalls: [], repeats: [] }, () => "as it ran"),
   ]);
   const drawn = timeline(both, view, { select: (span) => chosen.replaceChildren(...(span ? [nodeCard(graph, span.node, go, span)] : [])), label: "Predicted and measured" });
   const chosen = el("div", { class: "chosen", "aria-live": "polite" });
-  const ran = new Map();
-  for (const span of spans) ran.set(span.node, (ran.get(span.node) || 0) + span.us);
   const sums = (keyOf) => {
     const found = new Map();
     const add = (span, name) => {
       const row = found.get(keyOf(span)) || { layer: span.layer, lane: span.lane, name: span.name, node: span.node, predicted: 0, measured: 0 };
-      row[name] += span.us;
+      row[name] += span.us * span.runs;
       found.set(keyOf(span), row);
     };
     detail.spans.forEach((span) => add(span, "predicted"));

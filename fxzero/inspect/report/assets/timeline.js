@@ -25,6 +25,7 @@ const lanesOf = (detail, named = (lane) => lane) => {
     lane,
     spans: detail.spans.filter((span) => span.lane === lane).sort((a, b) => a.start_us - b.start_us),
     stalls: lane === "compute" ? detail.stalls : [],
+    repeats: lane === "compute" ? detail.repeats : [],
   }));
 };
 
@@ -85,6 +86,20 @@ const timeline = (rows, view, { select = () => {}, wheel = "always", label = "Ti
   const drawLane = (context, row, top, scale) => {
     context.fillStyle = themed("lane");
     context.fillRect(GUTTER, top, 1e5, ROW);
+    for (const repeat of row.repeats) {
+      const x = GUTTER + (repeat.once_us - view.low) * scale;
+      const w = (repeat.end_us - repeat.once_us) * scale;
+      hatch(context, x, top, w, ROW, themed("muted"));
+      const from = Math.max(x, GUTTER) + 8;
+      const text = `the same ${repeat.runs - 1} times more`;
+      const room = context.measureText(text).width + 12;
+      if (room < x + w - from) {
+        context.fillStyle = themed("card");
+        context.fillRect(from, top + 5, room, ROW - 10);
+        context.fillStyle = themed("text");
+        context.fillText(text, from + 6, top + ROW / 2 + 0.5);
+      }
+    }
     for (const stall of row.stalls) {
       if (stall.start_us + stall.us < view.low || stall.start_us > view.high) continue;
       hatch(context, GUTTER + (stall.start_us - view.low) * scale, top, stall.us * scale, ROW, colourOf(stall.lane));
@@ -208,7 +223,7 @@ const keys = (...names) => names.flatMap((name, i) => (i ? [" ", el("kbd", {}, n
 const laneLegend = (detail) => {
   const lanes = LANES.filter((lane) => detail.spans.some((span) => span.lane === lane));
   const waits = detail.stalls.length
-    ? [el("li", {}, el("span", { class: "swatch hatched", "aria-hidden": "true" }), "compute waits for a transfer")]
+    ? [el("li", {}, el("span", { class: "swatch hatched", css: { "--hatch": colourOf(detail.stalls[0].lane) }, "aria-hidden": "true" }), "compute waits for a transfer")]
     : [];
   return el("ul", { class: "legend" }, lanes.map((lane) => el("li", {}, swatch(colourOf(lane)), words(lane))), waits);
 };
@@ -235,19 +250,19 @@ const timelinePanel = (graph, view, go) => {
   for (const span of detail.spans) {
     const key = `${span.layer} ${span.lane}`;
     const row = byLayer.get(key) || { layer: span.layer, lane: span.lane, us: 0, count: 0 };
-    row.us += span.us;
-    row.count += 1;
+    row.us += span.us * span.runs;
+    row.count += span.runs;
     byLayer.set(key, row);
   }
   const rows = [...byLayer.values()];
   const most = Math.max(...rows.map((row) => row.us), 1);
   return [
     card("Timeline by lane", laneLegend(detail), windowTools(view), drawn.holder,
-      hint("Wheel zooms, dragging moves. Keys: ", keys("+", "−"), " zoom, ", keys("←", "→"), " move, ", keys(",", "."), " neighbour, ", keys("↑", "↓"), " lane, ", keys("Enter"), " closer, ", keys("0"), ` whole step. Times are simulated (${graph.schedule.costs}).`), chosen),
+      hint("Wheel zooms, dragging moves. Keys: ", keys("+", "−"), " zoom, ", keys("←", "→"), " move, ", keys(",", "."), " neighbour, ", keys("↑", "↓"), " lane, ", keys("Enter"), " closer, ", keys("0"), ` whole step. Times are simulated (${graph.schedule.costs}); where compute is empty and not hatched, the host starts transfers.`), chosen),
     card("Time by layer and lane", table("Time by layer and lane", [
       { title: "Layer", value: (row) => layerName(row.layer) },
       { title: "Lane", value: (row) => row.lane, show: (row) => [swatch(colourOf(row.lane)), words(row.lane)] },
-      { title: "Spans", value: (row) => row.count, right: true },
+      { title: "Runs", value: (row) => row.count, right: true },
       { title: "Time", value: (row) => row.us, right: true, show: (row) => bar(row.us / most, colourOf(row.lane), time(row.us)) },
     ], rows, { sort: { column: 3, down: true } })),
   ];
