@@ -64,10 +64,12 @@ const themed = (name) => getComputedStyle(document.documentElement).getPropertyV
 
 const FONT = '11px ui-sans-serif, system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif';
 
-// Text that is cut to fit; nothing where not even three letters would.
-const fitText = (context, text, x, y, room) => {
-  if (room < 24) return;
+// Text that is cut to fit, or another one that fits instead; nothing where not even three letters
+// would.
+const fitText = (context, text, x, y, room, instead = null) => {
+  if (room < 16) return;
   let shown = text;
+  if (instead && context.measureText(text).width > room) shown = instead;
   if (context.measureText(shown).width > room) {
     const letters = Math.floor((room / context.measureText(shown).width) * shown.length) - 1;
     if (letters < 3) return;

@@ -62,11 +62,11 @@ const memoryChart = (detail, view, { height = 260, wheel = "always", hidden = ne
   const { held, kinds } = detail;
   const peak = peakOf(held);
   const most = Math.max(totalAt(held, peak) * 1.12, 1);
-  const unit = 1024 ** Math.max(0, Math.floor(Math.log(most) / Math.log(1024)));
+  const unit = 1024 ** Math.max(0, Math.floor(Math.log(most / 3) / Math.log(1024)));
   const draw = (context, width, tall) => {
     drawRuler(context, view, GUTTER, width, tall - 4);
     const [top, bottom] = [34, tall - 6];
-    for (const tick of ticks(0, most / unit, 4)) {
+    for (const tick of ticks(0, most / unit, 6)) {
       const y = Math.round(bottom - ((tick * unit) / most) * (bottom - top)) + 0.5;
       context.fillStyle = themed("grid");
       context.fillRect(GUTTER, y, width, 1);

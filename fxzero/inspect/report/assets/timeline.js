@@ -79,7 +79,7 @@ const timeline = (rows, view, { select = () => {}, wheel = "always", label = "Ti
       context.fillRect(x, top, Math.max(1, w - 1), STRIP);
       const from = Math.max(x, GUTTER);
       context.fillStyle = phase ? "#10151c" : themed("text");
-      fitText(context, layerName(part.word), from + 5, top + STRIP / 2 + 0.5, x + w - from - 8);
+      fitText(context, layerName(part.word), from + 5, top + STRIP / 2 + 0.5, x + w - from - 8, layerTail(part.word));
     });
   };
 
@@ -116,7 +116,7 @@ const timeline = (rows, view, { select = () => {}, wheel = "always", label = "Ti
       if (w > 24) {
         const from = Math.max(x, GUTTER);
         context.fillStyle = "#0b0f14";
-        fitText(context, span.name, from + 5, top + ROW / 2 + 0.5, x + w - from - 9);
+        fitText(context, span.name, from + 5, top + ROW / 2 + 0.5, x + w - from - 9, row.lane === "compute" ? layerTail(span.layer) : null);
       }
       if (span === chosen) {
         context.strokeStyle = themed("text");

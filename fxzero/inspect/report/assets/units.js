@@ -67,6 +67,7 @@ const counted = (count, one, many = `${one}s`) => `${number(count)} ${count === 
 const percent = (share) => `${fixed(share * 100, 1)} %`;
 const words = (name) => name.replaceAll("_", " ");
 const layerName = (layer) => layer || "(root)";
+const layerTail = (layer) => layer.split(".").slice(-2).join(".") || null;
 
 // Steps of an axis: 1, 2 or 5 of some power of ten, about `count` of them.
 const ticks = (low, high, count, base = 10) => {
