@@ -79,18 +79,25 @@ class Asked:
         }
 
 
-def analysis_of(target: str, asked: Asked, config: Config) -> Analysis:
-    """A target's analysis, with all details: captured, or read from a file that has one.
+def find(target: str) -> Target | Analysis:
+    """A target to be captured, or an analysis that a file has: wrong ones are told before either
+    takes time.
 
     Args:
-        target: as `fxzero.inspect.targets.load` takes it, or a file that ``--json`` wrote.
+        target: as `fxzero.inspect.targets.load` takes it, or a JSON file that ``--json`` wrote.
 
     Raises:
         ConfigError: there is no such target, or the file holds no analysis.
     """
     if target.endswith(".json") and not target.startswith("hf:"):
         return _read(Path(target))
-    found = load(target)
+    return load(target)
+
+
+def analysis_of(found: Target | Analysis, asked: Asked, config: Config) -> Analysis:
+    """What was found as an analysis with all details; a target is captured for it."""
+    if isinstance(found, Analysis):
+        return found
     captured = capture(found.build, **asked.as_run(), **asked.settings(found, config))
     return Analysis.of(captured, memory=True, detail=True)
 

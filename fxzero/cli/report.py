@@ -32,7 +32,7 @@ from fxzero.cli.arguments import (
     dtype_of,
     settings_of,
 )
-from fxzero.cli.capturing import Asked, analysis_of
+from fxzero.cli.capturing import Asked, analysis_of, find
 from fxzero.cli.failures import as_sentences
 from fxzero.cli.tables import size
 from fxzero.errors import ConfigError
@@ -118,11 +118,14 @@ def report(
         )
         check_file("--output", output)
         config = settings_of(options, cluster, keep_text=True)
-        found = analysis_of(target, asked, config)
+        mine, theirs = find(target), None if against is None else find(against)
+        found = analysis_of(mine, asked, config)
         if as_json:
             typer.echo(json.dumps(found.to_json(), default=str))
             return
-        other = None if against is None else (analysis_of(against, asked, config), against)
+        other = None
+        if against is not None and theirs is not None:
+            other = analysis_of(theirs, asked, config), against
         text = page(report_data(found, target, other))
         try:
             written = output.write_text(text, encoding="utf-8")

@@ -12,7 +12,7 @@ from fxzero.inspect.detail import PassText
 
 LONGEST_DIFF = 4000
 """Lines of a diff that a page holds: more is for `fxzero inspect TARGET --diff PASS`."""
-LONGEST_LINE = 320
+LONGEST_LINE = 600
 """Characters of a line: a bucket of a thousand tensors would fill pages."""
 CONTEXT = 2
 """Lines either side of a change, as `PassRecord.diff` has them."""
