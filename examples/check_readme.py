@@ -78,13 +78,21 @@ def of_program(found: Sequence[list[str]], script: str) -> Iterator[list[str]]:
 
 def inspect_arguments(readme: str) -> list[list[str]]:
     """What `fxzero inspect` is called with: whole commands, and the options that the text names."""
-    found = [words[1:] for words in of_program(commands(readme), "fxzero") if words[1:]]
+    every = of_program(commands(readme), "fxzero")
+    found = [words[1:] for words in every if words[1:] and words[0] != "report"]
     target = next(words for words in found if words[0] != "…")
     named = re.findall(r"`(--[a-z-]+(?: [^`]+)?)`", readme)
     paths = {"FILE": os.devnull, "PASS": "bucket"}
     whole = [target[:1] + words[1:] if words[0] == "…" else words for words in found]
     options = [[target[0], *shlex.split(text)] for text in named]
     return [[paths.get(word, word) for word in words] for words in (*whole, *options)]
+
+
+def report_arguments(readme: str) -> list[list[str]]:
+    """What `fxzero report` is called with; of what has no target, the first one's."""
+    every = of_program(commands(readme), "fxzero")
+    found = [words[1:] for words in every if words[:1] == ["report"] and words[1:]]
+    return [found[0] + words[1:] if words[0] == "…" else words for words in found]
 
 
 def unlike(excerpt: str, output: str) -> list[str]:

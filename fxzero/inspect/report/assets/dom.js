@@ -67,7 +67,7 @@ const FONT = '11px ui-sans-serif, system-ui, "Segoe UI", Roboto, "Helvetica Neue
 // Text that is cut to fit, or another one that fits instead; nothing where not even three letters
 // would.
 const fitText = (context, text, x, y, room, instead = null) => {
-  if (room < 16) return;
+  if (room < 15) return;
   let shown = text;
   if (instead && context.measureText(text).width > room) shown = instead;
   if (context.measureText(shown).width > room) {

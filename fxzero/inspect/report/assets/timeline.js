@@ -79,7 +79,7 @@ const timeline = (rows, view, { select = () => {}, wheel = "always", label = "Ti
       context.fillRect(x, top, Math.max(1, w - 1), STRIP);
       const from = Math.max(x, GUTTER);
       context.fillStyle = phase ? "#10151c" : themed("text");
-      fitText(context, layerName(part.word), from + 5, top + STRIP / 2 + 0.5, x + w - from - 8, layerTail(part.word));
+      fitText(context, layerName(part.word), from + 4, top + STRIP / 2 + 0.5, x + w - from - 6, layerTail(part.word));
     });
   };
 
@@ -113,10 +113,10 @@ const timeline = (rows, view, { select = () => {}, wheel = "always", label = "Ti
       const w = span.us * scale;
       context.fillStyle = colour;
       context.fillRect(x, top, Math.max(0.7, w > 3 ? w - 1 : w), ROW);
-      if (w > 24) {
+      if (w > 20) {
         const from = Math.max(x, GUTTER);
         context.fillStyle = "#0b0f14";
-        fitText(context, span.name, from + 5, top + ROW / 2 + 0.5, x + w - from - 9, row.lane === "compute" ? layerTail(span.layer) : null);
+        fitText(context, span.name, from + 4, top + ROW / 2 + 0.5, x + w - from - 6, row.lane === "compute" ? layerTail(span.layer) : null);
       }
       if (span === chosen) {
         context.strokeStyle = themed("text");
