@@ -89,10 +89,10 @@ def inspect_arguments(readme: str) -> list[list[str]]:
 
 
 def report_arguments(readme: str) -> list[list[str]]:
-    """What `fxzero report` is called with; of what has no target, the first one's."""
+    """What `fxzero report` is called with, each once."""
     every = of_program(commands(readme), "fxzero")
     found = [words[1:] for words in every if words[:1] == ["report"] and words[1:]]
-    return [found[0] + words[1:] if words[0] == "…" else words for words in found]
+    return [words for i, words in enumerate(found) if words not in found[:i]]
 
 
 def unlike(excerpt: str, output: str) -> list[str]:

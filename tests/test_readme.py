@@ -54,15 +54,14 @@ def test_every_command_of_inspect(arguments: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments", check_readme.report_arguments(README), ids=lambda words: " ".join(words[9:])
-)
+@pytest.mark.parametrize("arguments", check_readme.report_arguments(README), ids=" ".join)
 def test_every_command_of_report(arguments: list[str], tmp_path: Path) -> None:
     """A page is written, or what is compared with."""
     data = tmp_path / "other.json"
     if "FILE" in arguments:
         data.write_text(inspected(["report", "tests.targets:dict_inputs", "--json"]))
-    words = [str(data) if word == "FILE" else word for word in arguments]
+    names = {"FILE": str(data), "…": "tests.targets:dict_inputs"}
+    words = [names.get(word, word) for word in arguments]
     where = [] if "--json" in words else ["-o", str(tmp_path / "report.html")]
     assert inspected(["report", *words, *where])
 

@@ -104,7 +104,7 @@ def analysis_of(found: Target | Analysis, asked: Asked, config: Config) -> Analy
 
 def _read(path: Path) -> Analysis:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}. Name a file that --json wrote.") from None
     except (ValueError, RecursionError) as error:
@@ -113,4 +113,14 @@ def _read(path: Path) -> Analysis:
         raise ConfigError(
             f"{path} holds no analysis: name a file that `fxzero report --json` wrote"
         )
-    return Analysis.from_json({k: v for k, v in data.items() if k not in BESIDE}, str(path))
+    found = Analysis.from_json({k: v for k, v in data.items() if k not in BESIDE}, str(path))
+    for detail in found.details:
+        if any(len(row.num_bytes) != len(detail.kinds) for row in detail.held):
+            raise ConfigError(
+                f"{path}: graph {detail.graph} holds memory of other than {len(detail.kinds)} kinds"
+            )
+    return found
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number")

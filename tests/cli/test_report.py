@@ -133,6 +133,7 @@ def test_wrong_use_ends_with_2(
         ('{"schedules": 3, "zero": 1}', "schedules=3 must be"),
         ('{"schedules": [], "zero": "one"}', "zero='one' must be a whole number"),
         ('{"schedules": [], "new": 1}', "has no setting 'new'"),
+        ('{"schedules": [], "flops": NaN}', "is no JSON: NaN is no number"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -142,6 +143,15 @@ def test_files_that_hold_no_analysis_end_with_2(tmp_path: Path, content: str, me
     path.write_text(content)
     assert_sentence(call(str(path), "-o", str(page)), 2, message)
     assert not page.exists()
+
+
+def test_columns_that_do_not_fit_end_with_2(tmp_path: Path) -> None:
+    """Somebody has changed a file by hand."""
+    data = json.loads(call(TARGET, "--json").stdout)
+    data["details"][0]["kinds"].append("more")
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(data))
+    assert_sentence(call(str(path)), 2, "graph 0 holds memory of other than")
 
 
 def test_no_text_ends_with_2(tmp_path: Path) -> None:

@@ -126,7 +126,9 @@ const blocksPanel = (graph, go) => {
       said.replaceChildren();
       return folded();
     }
-    const found = detail.nodes.filter((node, i) => wanted.every((word) => hay[i].includes(word)));
+    const is = (node) => node.name.toLowerCase() === wanted[0];
+    const matching = detail.nodes.filter((node, i) => wanted.every((word) => hay[i].includes(word)));
+    const found = [...matching.filter(is), ...matching.filter((node) => !is(node))];
     said.replaceChildren(`${number(found.length)} of ${number(detail.nodes.length)} nodes${found.length > MOST_FOUND ? `, the first ${MOST_FOUND} shown` : ""}`);
     tree.replaceChildren(...found.slice(0, MOST_FOUND).map((node) => nodeItem(node)(1)));
     if (tree.firstElementChild) tree.firstElementChild.setAttribute("tabindex", "0");

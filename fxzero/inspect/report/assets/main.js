@@ -119,5 +119,8 @@ const start = (data) => {
 if (typeof DecompressionStream === "undefined") {
   document.getElementById("panels").replaceChildren(hint("This browser is too old to open the report: one of 2023 or later can."));
 } else {
-  unpack().then(read).then(start);
+  unpack().then(read).then(start).catch((error) => {
+    document.getElementById("panels").replaceChildren(hint("This file is damaged: write the report again."));
+    throw error;
+  });
 }

@@ -42,7 +42,7 @@ const overviewPanel = (data, graph, view, go) => {
   rows.forEach((row, i) => { row.order = i; });
   const diffOf = (row) => detail && detail.diffs.find((diff) => diff.row === row.order);
   parts.push(card("Passes", table("Passes", [
-    { title: "Pass", value: (row) => row.name },
+    { title: "Pass", value: (row) => passName(row, diffOf(row)) },
     { title: "Order", value: (row) => row.order + 1, right: true },
     { title: "Took", value: (row) => row.time_ms, right: true, show: (row) => `${fixed(row.time_ms, 1)} ms` },
     { title: "Nodes", value: (row) => row.nodes_after, right: true, show: (row) => (row.nodes_before === row.nodes_after ? number(row.nodes_after) : `${number(row.nodes_before)} → ${number(row.nodes_after)}`) },
