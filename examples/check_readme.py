@@ -95,6 +95,13 @@ def questions(readme: str) -> list[list[str]]:
     return [[os.devnull if word == "step.json" else word for word in words] for words in found]
 
 
+def report_arguments(readme: str) -> list[list[str]]:
+    """What `fxzero report` is called with, each once."""
+    every = of_program(commands(readme), "fxzero")
+    found = [words[1:] for words in every if words[:1] == ["report"] and words[1:]]
+    return [words for i, words in enumerate(found) if words not in found[:i]]
+
+
 def unlike(excerpt: str, output: str) -> list[str]:
     """The lines of an excerpt that the output does not have, in this order.
 

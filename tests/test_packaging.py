@@ -58,13 +58,14 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_wheel_holds_what_the_tree_holds(tree: Path, wheel: Path) -> None:
-    """Every module and YAML file, and nothing of an earlier build."""
+    """Every module and data file, and nothing of an earlier build."""
     packed = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     expected = {
         f"{inside}/{path.relative_to(tree / folder).as_posix()}"
         for folder, inside in FOLDERS.items()
         for path in (tree / folder).rglob("*")
-        if path.suffix in (".py", ".yaml", ".json") or path.name == "py.typed"
+        if path.suffix in (".py", ".yaml", ".json", ".html", ".css", ".js")
+        or path.name == "py.typed"
     }
     assert packed == expected
 

@@ -61,6 +61,19 @@ def test_every_question(arguments: list[str]) -> None:
     assert result.stdout.strip()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", check_readme.report_arguments(README), ids=" ".join)
+def test_every_command_of_report(arguments: list[str], tmp_path: Path) -> None:
+    """A page is written, or what is compared with."""
+    data = tmp_path / "other.json"
+    if "FILE" in arguments:
+        data.write_text(inspected(["report", "tests.targets:dict_inputs", "--json"]))
+    names = {"FILE": str(data), "…": "tests.targets:dict_inputs"}
+    words = [names.get(word, word) for word in arguments]
+    where = [] if "--json" in words else ["-o", str(tmp_path / "report.html")]
+    assert inspected(["report", *words, *where])
+
+
 def test_what_inspect_prints_can_be_told_from_something_else() -> None:
     """A changed number, a lost line, an order that is another."""
     excerpt = "│ 0 │ bucket │ 47.9 │ 10 │ 8 │ gathers=4, … │\n│ …\nlast: 3"

@@ -15,6 +15,7 @@ from fxzero.cli.estimate import estimate
 from fxzero.cli.explain import explain
 from fxzero.cli.inspect import inspect
 from fxzero.cli.options import options
+from fxzero.cli.report import report
 from fxzero.cli.trace import trace
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -45,5 +46,5 @@ def fxzero(
     context.obj = __version__
 
 
-for command in (bisect, diff, doctor, estimate, explain, inspect, options, trace):
+for command in (bisect, diff, doctor, estimate, explain, inspect, options, report, trace):
     app.command()(command)

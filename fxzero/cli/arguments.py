@@ -85,6 +85,9 @@ OffloadOption = Annotated[
     bool,
     typer.Option("--offload", help="Keep shards in the host's memory: shard(offload=True)."),
 ]
+InferenceOption = Annotated[
+    bool, typer.Option("--inference", help="Compile a forward alone, without gradients.")
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print it as JSON: docs/ says what is in it.")
 ]

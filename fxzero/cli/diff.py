@@ -125,7 +125,14 @@ def diff(
 
 
 def _is_plan(subject: Subject) -> bool:
-    return Path(subject.target).suffix == ".json" and Path(subject.target).is_file()
+    """Whether it is a plan, and no analysis: both are JSON."""
+    path = Path(subject.target)
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    try:
+        return "schedules" not in json.loads(path.read_text())
+    except (OSError, ValueError):
+        return True  # whose reader says what is wrong
 
 
 def _decided(subject: Subject) -> Decided:

@@ -17,6 +17,7 @@ from fxzero.cli.arguments import (
     BatchOption,
     ClipOption,
     ClusterOption,
+    InferenceOption,
     InputsOption,
     MicroBatchesOption,
     OffloadOption,
@@ -76,9 +77,7 @@ def inspect(
             "2F0, 2B0, 2I0, 2W0."
         ),
     ] = "1f1b",
-    inference: Annotated[
-        bool, typer.Option("--inference", help="Compile a forward alone, without gradients.")
-    ] = False,
+    inference: InferenceOption = False,
     cluster: ClusterOption = None,
     trace: Annotated[
         Path | None,
@@ -161,6 +160,7 @@ def inspect(
             micro_batches,
             cluster,
             options,
+            inference,
         )
         pipeline_ranks, ranks = mesh_of(mesh, world_size)
         subject = replace(subject, world_size=ranks) if mesh is not None else subject
@@ -169,10 +169,8 @@ def inspect(
             {
                 "--mesh": (mesh is not None, "--step", step),
                 "--schedule": (schedule != "1f1b", "--mesh", mesh is not None),
-                "--inference": (inference, "no --step", not step),
-                "--reduce-dtype": (reduce_dtype is not None, "no --inference", not inference),
-                "--mesh, --inference, --trace and --plan": (
-                    mesh is not None or inference or trace is not None or plan is not None,
+                "--mesh, --trace and --plan": (
+                    mesh is not None or trace is not None or plan is not None,
                     "a model, not with a dump (fxzero trace reads one, and its plan.json is there)",
                     live,
                 ),
@@ -187,9 +185,7 @@ def inspect(
         if not live:
             shown = _Shown(subject.analysis(), None, programs(target, rank) if code else [])
         else:
-            captured, pipeline = _captured(
-                subject, pipeline_ranks, schedule, training=not inference, keep_text=bool(diff)
-            )
+            captured, pipeline = _captured(subject, pipeline_ranks, schedule, bool(diff))
             if trace is not None:
                 replayed = pipeline.replayed if pipeline is not None else None
                 every = {rank: Analysis.of(captured, detail=True)}
@@ -247,14 +243,15 @@ class _Shown:
 
 
 def _captured(
-    subject: Subject, pipeline_ranks: int, schedule: str, *, training: bool, keep_text: bool
+    subject: Subject, pipeline_ranks: int, schedule: str, keep_text: bool
 ) -> tuple[Capture, PipelineReport | None]:
     """The step of a model; one of its micro-steps where it is shown as a pipeline."""
     if not pipeline_ranks:
-        return subject.captured(keep_text=keep_text, training=training), None
+        return subject.captured(keep_text=keep_text), None
     count = subject.micro_batches
     if schedule != AUTO:
         table_of(schedule, pipeline_ranks, count)  # raises before it takes time
     build, settings = subject.settings(keep_text=keep_text)
-    micro_step = micro_step_of(build, **{k: v for k, v in settings.items() if k != "step"})
+    of_step = {k: v for k, v in settings.items() if k not in ("step", "training")}
+    micro_step = micro_step_of(build, **of_step)
     return micro_step.capture, under(schedule, micro_step, pipeline_ranks, count)

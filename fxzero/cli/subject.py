@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from fxzero.cli.arguments import (
@@ -18,6 +20,7 @@ from fxzero.errors import ConfigError
 from fxzero.inspect import Analysis, Capture, capture
 from fxzero.inspect.dump import is_dump, read
 from fxzero.inspect.targets import load
+from fxzero.inspect.targets.transformers_models import PREFIX
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,17 @@ class Subject:
     micro_batches: int = 1
     cluster: str | None = None
     options: str = "{}"
+    inference: bool = False
 
     @property
     def is_dump(self) -> bool:
-        """Whether a run has decided already."""
-        return is_dump(self.target)
+        """Whether a run, or another command, has written down what was decided."""
+        return is_dump(self.target) or self.is_file
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is an analysis that ``fxzero report --json`` has printed."""
+        return self.target.endswith(".json") and not self.target.startswith(PREFIX)
 
     def check(self) -> None:
         """See, before anything takes time, that the options go together.
@@ -68,20 +77,25 @@ class Subject:
             {
                 "--micro-batches": (self.micro_batches > 1, "--step", self.step),
                 "--clip-grad-norm": (self.clip_grad_norm != 1.0, "--step", self.step),
+                "--inference": (self.inference, "no --step", not self.step),
+                "--reduce-dtype": (
+                    self.reduce_dtype is not None,
+                    "no --inference",
+                    not self.inference,
+                ),
             }
         )
         if self.rank >= self.world_size:
             raise ConfigError(f"rank {self.rank} is not in a world of {self.world_size} ranks")
 
-    def captured(self, *, keep_text: bool = False, **changes: Any) -> Capture:
+    def captured(self, *, keep_text: bool = False) -> Capture:
         """Compile it.
 
         Args:
             keep_text: record the graph's text behind every pass.
-            changes: arguments of `fxzero.inspect.capture` that are other than said.
         """
         build, settings = self.settings(keep_text=keep_text)
-        return capture(build, **{**settings, **changes})
+        return capture(build, **settings)
 
     def settings(self, *, keep_text: bool = False) -> tuple[Callable[[], Any], dict[str, Any]]:
         """What makes the model, and the arguments of `fxzero.inspect.capture`."""
@@ -94,6 +108,7 @@ class Subject:
             **found.usual(dtype_of(self.param_dtype), self.seq_len, self.inputs),
             "reduce_dtype": dtype_of(self.reduce_dtype),
             "offload": self.offload,
+            "training": not self.inference,
             "step": self.step,
             "micro_batches": self.micro_batches,
             "clip_grad_norm": self.clip_grad_norm or None,
@@ -113,6 +128,8 @@ class Subject:
         Raises:
             ConfigError: the dump is none, or has no such rank.
         """
+        if self.is_file:
+            return _read(Path(self.target))
         if not self.is_dump:
             return Analysis.of(self.captured(keep_text=texts), memory=True, detail=True)
         ranks = read(self.target)
@@ -122,3 +139,31 @@ class Subject:
                 "dumps of other hosts are on their disks"
             )
         return ranks[self.rank]
+
+
+BESIDE = ("code", "diffs", "pipeline")
+"""What `fxzero inspect --json` prints beside an analysis."""
+
+
+def _read(path: Path) -> Analysis:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}. Name a file that --json wrote.") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from None
+    if not isinstance(data, dict) or "schedules" not in data:
+        raise ConfigError(
+            f"{path} holds no analysis: name a file that `fxzero report --json` wrote"
+        )
+    found = Analysis.from_json({k: v for k, v in data.items() if k not in BESIDE}, str(path))
+    for detail in found.details:
+        if any(len(row.num_bytes) != len(detail.kinds) for row in detail.held):
+            raise ConfigError(
+                f"{path}: graph {detail.graph} holds memory of other than {len(detail.kinds)} kinds"
+            )
+    return found
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number")

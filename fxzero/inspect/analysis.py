@@ -223,7 +223,12 @@ class Analysis:
     def to_json(self) -> dict[str, Any]:
         """Everything, as what `json` can write."""
         data: dict[str, Any] = plain(self)
-        data["totals"] = {
+        data["totals"] = self.totals()
+        return data
+
+    def totals(self) -> dict[str, float]:
+        """Sums over all transfers of a step."""
+        return {
             "gathered_elements": self.elements("gather"),
             "reduced_elements": self.elements("reduce"),
             "wire_elements": self.wire_elements(),
@@ -233,7 +238,6 @@ class Analysis:
             "uploaded_bytes": self.num_bytes("h2d"),
             "downloaded_bytes": self.num_bytes("d2h"),
         }
-        return data
 
 
 def _pass_row(number: int, record: PassRecord) -> PassRow:

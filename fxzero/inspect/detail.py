@@ -20,7 +20,7 @@ from fxzero.graph.modules import module_path
 from fxzero.graph.node_text import node_line, source_line
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.pieces import called, is_call, piece_of
-from fxzero.graph.stamps import has_stamp, stamp_of
+from fxzero.graph.stamps import Role, has_stamp, stamp_of
 from fxzero.schedule.engine import replay
 from fxzero.schedule.simulate import FREE, Program, Simulation, tasks_of
 from fxzero.settings import plain
@@ -142,7 +142,8 @@ class GraphDetail:
 
     graph: int
     nodes: tuple[NodeRow, ...]
-    """In launch order; then the pieces' bodies."""
+    """In launch order; then the pieces' bodies; then the regions that a whole step calls in the
+    place of runs of nodes, which the timeline names."""
     spans: tuple[SpanRow, ...]
     stalls: tuple[StallRow, ...]
     kinds: tuple[str, ...]
@@ -173,7 +174,10 @@ class GraphDetail:
         decisions = compilation.context.decisions
         return GraphDetail(
             graph=number,
-            nodes=tuple(_node_rows(scheduled, costs, _starts(scheduled, costs, compilation))),
+            nodes=(
+                *_node_rows(scheduled, costs, _starts(scheduled, costs, compilation)),
+                *_region_rows(graph, costs),
+            ),
             spans=tuple(_spans(simulation)),
             stalls=tuple(_stalls(simulation)),
             kinds=kinds,
@@ -224,6 +228,12 @@ def _node_rows(
     for piece in called(graph.graph.nodes):
         for node in piece.body.nodes:
             yield _node_row(node, piece.__name__, names, costs)
+
+
+def _region_rows(graph: StepGraph, costs: CostModel) -> Iterator[NodeRow]:
+    """What a graph that is lowered as it is calls; one that is cut first has none here."""
+    for node in graph.nodes(role=Role.REGION):
+        yield _node_row(node, "", {}, costs)
 
 
 def _node_row(node: fx.Node, piece: str, names: dict[str, str], costs: CostModel) -> NodeRow:

@@ -33,8 +33,8 @@ class View:
 
     @cached_property
     def outline(self) -> dict[str, NodeRow]:
-        """Nodes of the step itself, by name."""
-        return {row.name: row for row in self.detail.nodes if not row.piece}
+        """Nodes of the step itself, by name; of a name that a region has as well, the node."""
+        return {row.name: row for row in reversed(self.detail.nodes) if not row.piece}
 
     @cached_property
     def bodies(self) -> dict[str, dict[str, NodeRow]]:
