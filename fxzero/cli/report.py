@@ -137,7 +137,7 @@ def report(
         theirs = None if other is None else (other.analysis(texts=True), other.target)
         text = page(report_data(found, target, theirs))
         try:
-            written = output.write_text(text, encoding="utf-8")
+            output.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--output {output}: {error.strerror}") from None
-        typer.echo(f"wrote {output} ({size(written)}): open it in a browser")
+        typer.echo(f"wrote {output} ({size(output.stat().st_size)}): open it in a browser")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fxzero.compiler.config import Config
 from fxzero.errors import ConfigError
 from fxzero.inspect import Analysis, Capture, capture
 from fxzero.inspect.dump import is_dump, read
-from fxzero.inspect.targets import load
+from fxzero.inspect.targets import Target, load
 from fxzero.inspect.targets.transformers_models import PREFIX
 
 
@@ -72,6 +73,7 @@ class Subject:
                     f"{', '.join(given)}: {self.target} is a dump, of a run that has decided "
                     "already. Leave out what a capture would be told."
                 )
+            assert self._found
             return
         check_companions(
             {
@@ -87,6 +89,14 @@ class Subject:
         )
         if self.rank >= self.world_size:
             raise ConfigError(f"rank {self.rank} is not in a world of {self.world_size} ranks")
+        assert self._found
+
+    @cached_property
+    def _found(self) -> Target | Analysis | dict[int, Analysis]:
+        """What the target names: read or found once, and before anything takes time."""
+        if self.is_file:
+            return _read(Path(self.target))
+        return read(self.target) if self.is_dump else load(self.target)
 
     def captured(self, *, keep_text: bool = False) -> Capture:
         """Compile it.
@@ -99,7 +109,8 @@ class Subject:
 
     def settings(self, *, keep_text: bool = False) -> tuple[Callable[[], Any], dict[str, Any]]:
         """What makes the model, and the arguments of `fxzero.inspect.capture`."""
-        found = load(self.target)
+        found = self._found
+        assert isinstance(found, Target)
         return found.build, {
             "zero": self.zero,
             "world_size": self.world_size,
@@ -128,17 +139,17 @@ class Subject:
         Raises:
             ConfigError: the dump is none, or has no such rank.
         """
-        if self.is_file:
-            return _read(Path(self.target))
-        if not self.is_dump:
+        found = self._found
+        if isinstance(found, Target):
             return Analysis.of(self.captured(keep_text=texts), memory=True, detail=True)
-        ranks = read(self.target)
-        if self.rank not in ranks:
+        if isinstance(found, Analysis):
+            return found
+        if self.rank not in found:
             raise ConfigError(
-                f"{self.target} holds ranks {', '.join(map(str, ranks))}, and not {self.rank}: "
+                f"{self.target} holds ranks {', '.join(map(str, found))}, and not {self.rank}: "
                 "dumps of other hosts are on their disks"
             )
-        return ranks[self.rank]
+        return found[self.rank]
 
 
 BESIDE = ("code", "diffs", "pipeline")

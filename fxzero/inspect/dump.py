@@ -147,7 +147,7 @@ def _write_json(path: Path, data: Any) -> None:
 
 def is_dump(name: str) -> bool:
     """Whether a target is a folder, and so no factory."""
-    return Path(name).is_dir()
+    return bool(name) and Path(name).is_dir()
 
 
 def read(name: str) -> dict[int, Analysis]:
