@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -45,5 +46,14 @@ def below_autograd() -> Any:
 
 
 def is_profiling() -> bool:
-    """Whether a profiler records already: a second one cannot."""
-    return bool(torch._C._autograd._profiler_enabled())
+    """Whether a profiler records already, or is about to: a second one would end it."""
+    if torch._C._autograd._profiler_enabled():
+        return True
+    # One that warms up is known to nobody but itself.
+    waits = (torch.profiler.ProfilerAction.NONE, None)
+    return any(
+        type(found) is torch.profiler.profile
+        and getattr(found, "profiler", None) is not None
+        and found.current_action not in waits
+        for found in gc.get_objects()
+    )

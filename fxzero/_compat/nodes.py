@@ -204,3 +204,14 @@ def set_meta(node: fx.Node, meta: dict[str, Any]) -> None:
 
 
 _set_args: Any = fx.Node.args.fset  # type: ignore[attr-defined]  # a property
+
+
+def plain_containers(value: Any) -> Any:
+    """Arguments as code has them: of a node they are lists and dicts that nobody may change."""
+    if isinstance(value, list):
+        return [plain_containers(part) for part in value]
+    if isinstance(value, dict):
+        return {key: plain_containers(part) for key, part in value.items()}
+    if type(value) is tuple:
+        return tuple(plain_containers(part) for part in value)
+    return value

@@ -9,9 +9,10 @@ a folder that holds something else is left alone, and refused.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,21 @@ PROFILE = ".trace.json.gz"
 
 def asked_for(option: str) -> str:
     """The folder that somebody has asked for, by option or environment; empty for none."""
-    return option or os.environ.get(VARIABLE, "")
+    return option or ("" if _only_looked_at else os.environ.get(VARIABLE, ""))
+
+
+_only_looked_at: list[bool] = []
+
+
+@contextlib.contextmanager
+def only_looked_at() -> Iterator[None]:
+    """Let the environment ask for nothing meanwhile: a command that compiles a step to show it
+    would replace the dump of the run that it was meant for."""
+    _only_looked_at.append(True)
+    try:
+        yield
+    finally:
+        _only_looked_at.pop()
 
 
 @dataclass(eq=False)
@@ -88,10 +103,11 @@ def _empty(path: Path) -> None:
                 shutil.rmtree(child)
             else:
                 child.unlink()
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"dump={str(path.parent)!r}: {path} cannot be written: {error.strerror}. Name a folder "
-            "that you may write to."
+            f"dump={str(path.parent)!r}: {path} cannot be written: {reason}. Name a folder that "
+            "you may write to."
         ) from None
 
 

@@ -20,6 +20,7 @@ from fxzero import _compat
 from fxzero._compat import pytree, reset_dynamo
 from fxzero.compiler.compilation import Compilation, observers
 from fxzero.compiler.config import Config
+from fxzero.compiler.dump_folder import only_looked_at
 from fxzero.compiler.plan import Plan
 from fxzero.errors import CaptureError, ConfigError
 from fxzero.inspect.targets import DEFAULT_ROWS, Batch, Sizes, model_and_batch
@@ -134,7 +135,12 @@ def capture(
     reset_dynamo()
     with fake_ranks(world_size, rank):
         mesh = init_device_mesh("cpu", (world_size,))
-        with _compat.fake_tensors(), regions_to_look_at(), _observed() as compilations:
+        with (
+            _compat.fake_tensors(),
+            regions_to_look_at(),
+            only_looked_at(),
+            _observed() as compilations,
+        ):
             model, batch = _built(build, Sizes(batch_size, seq_len, inputs), micro_batches)
             check_memory(model, batch)
             num_parameters = sum(p.numel() for p in model.parameters())

@@ -5,7 +5,9 @@
     calls 4 – 8  the wall clock
 
 The profile is a file for ui.perfetto.dev. From it come when each node ran, and how much tensors
-held: what was handed in, and the most that was allocated on top of it meanwhile.
+held: what was handed in, and the most that was allocated on top of it meanwhile. Where several
+ranks talk over gloo there is no profile, and nodes are timed by the clock alone: a process whose
+gloo threads were profiled may crash when it ends.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor, fx
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from fxzero._compat import is_fake, is_profiling
+from fxzero._compat import gloo_groups, is_fake, is_profiling, plain_containers
 from fxzero.graph import Lane, StepGraph
 from fxzero.graph.stamps import Stamp, has_stamp, stamp_of
 
@@ -66,6 +68,7 @@ class NodeTimes:
         """By node; a node without one runs in code of a loop."""
         self._calls = 0
         self._watching = False
+        self._clock: list[tuple[str, float, float]] = []
 
     def generated(
         self, make: Callable[[StepGraph, fx.Graph], Callable[..., Any]]
@@ -80,7 +83,7 @@ class NodeTimes:
 
             def run(attributes: Any, *inputs: Any) -> Any:
                 if self._watching:
-                    return _Ranges(module).run(*inputs)
+                    return _Ranges(module, self._clock).run(*inputs)
                 return code(attributes, *inputs)
 
             return run
@@ -93,12 +96,13 @@ class NodeTimes:
         def measured(inputs: list[Any]) -> Any:
             if self._calls >= WARM_CALLS + 1 + TIMED_CALLS or any(map(is_fake, inputs)):
                 return call(inputs)
-            self._calls += 1
-            if self._calls <= WARM_CALLS:
-                return call(inputs)
-            if self._calls == WARM_CALLS + 1:
-                return self._watch(call, inputs)
-            return self._time(call, inputs)
+            number = self._calls
+            run = call if number < WARM_CALLS else self._time
+            if number == WARM_CALLS:
+                run = self._watch
+            results = run(inputs) if run is call else run(call, inputs)  # type: ignore[call-arg]
+            self._calls += 1  # a call that raised is tried again
+            return results
 
         measured._boxed_call = True  # type: ignore[attr-defined]
         return measured
@@ -109,33 +113,44 @@ class NodeTimes:
         results = call(inputs)
         _synchronize()
         self.calls_us.append((time.perf_counter() - start) * 1e6)
-        if len(self.calls_us) == TIMED_CALLS:
-            self.done()
+        self.done()
         return results
 
     def _watch(self, call: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
-        if is_profiling():
-            log.warning("a profiler runs already: nodes are not timed for the dump")
-            return call(inputs)
         handed_in = _storage_bytes(inputs)
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        self._watching = True
+        self._watching, self._clock = True, []
         try:
-            with profile(activities=activities, profile_memory=True) as profiler:
+            if is_profiling() or _talks_over_gloo():
                 results = call(inputs)
                 _synchronize()
+                self._take(self._clock)
+            else:
+                with profile(activities=_activities(), profile_memory=True) as profiler:
+                    results = call(inputs)
+                    _synchronize()
+                self._export(profiler, handed_in)
         finally:
             self._watching = False
+        self.done()
+        return results
+
+    def _export(self, profiler: profile, handed_in: int) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(self.path))
             self._read(handed_in)
-            self.done()
         except OSError as error:
             log.warning("what was measured cannot be written: %s", error)
-        return results
+
+    def _take(self, ranges: Sequence[tuple[str, float, float]]) -> None:
+        """Keep when nodes ran: name, start and duration in microseconds, in order."""
+        begin = min((start for _, start, _ in ranges), default=0.0)
+        nodes = []
+        for name, start, us in ranges:
+            stamp = self._stamps.get(name)
+            lane, layer = (stamp.lane, stamp.layer) if stamp is not None else (Lane.COMPUTE, "")
+            nodes.append(NodeTime(name, lane.value, layer, round(start - begin, 3), round(us, 3)))
+        self.nodes = tuple(nodes)
 
     def _read(self, handed_in: int) -> None:
         with gzip.open(self.path, "rt") as file:
@@ -147,15 +162,8 @@ class NodeTimes:
             for event in events
             if event.get("cat") == category and event["name"].startswith(PREFIX)
         ]
-        begin = min((event["ts"] for event in ranges), default=0.0)
-        nodes = []
-        for event in sorted(ranges, key=lambda event: event["ts"]):
-            name = event["name"].removeprefix(PREFIX)
-            stamp = self._stamps.get(name)
-            lane, layer = (stamp.lane, stamp.layer) if stamp is not None else (Lane.COMPUTE, "")
-            start_us, us = round(event["ts"] - begin, 3), round(event["dur"], 3)
-            nodes.append(NodeTime(name, lane.value, layer, start_us, us))
-        self.nodes = tuple(nodes)
+        ranges.sort(key=lambda event: event["ts"])
+        self._take([(e["name"].removeprefix(PREFIX), e["ts"], e["dur"]) for e in ranges])
         on_gpu = torch.cuda.is_available()
         held = most = 0
         for event in sorted(
@@ -169,13 +177,37 @@ class NodeTimes:
 
 class _Ranges(fx.Interpreter):
     """Runs nodes one by one, each within a range of its name, and frees each value behind its last
-    use, as the generated code does."""
+    use, as the generated code does.
+
+    Args:
+        clock: gets each node's name, start and duration in microseconds.
+    """
+
+    def __init__(self, module: fx.GraphModule, clock: list[tuple[str, float, float]]) -> None:
+        super().__init__(module)
+        self.clock = clock
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
             return super().run_node(n)
+        start = time.perf_counter()
         with record_function(PREFIX + n.name):
-            return super().run_node(n)
+            value = super().run_node(n)
+        self.clock.append((n.name, start * 1e6, (time.perf_counter() - start) * 1e6))
+        return value
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return plain_containers(args), plain_containers(kwargs)
+
+
+def _activities() -> list[ProfilerActivity]:
+    on_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    return [ProfilerActivity.CPU, *on_gpu]
+
+
+def _talks_over_gloo() -> bool:
+    return any(group.size() > 1 for group in gloo_groups())
 
 
 def _storage_bytes(values: Sequence[Any]) -> int:

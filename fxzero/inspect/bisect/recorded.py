@@ -22,6 +22,7 @@ from fxzero import _compat
 from fxzero._compat import hint, pytree, reset_dynamo
 from fxzero.compiler.compilation import CAPTURED, WAS_CUT, Call, Compilation, observers
 from fxzero.compiler.config import Config
+from fxzero.compiler.dump_folder import only_looked_at
 from fxzero.errors import FxZeroWarning
 from fxzero.graph import StepGraph
 from fxzero.inspect.capture import fake_ranks, scalar_of
@@ -183,6 +184,7 @@ def record(case: Case, rank: int) -> list[Recording]:
     reset_dynamo()
     with (
         fake_ranks(case.world_size, rank),
+        only_looked_at(),
         _recording() as found,
         warnings.catch_warnings(),
     ):
