@@ -126,9 +126,9 @@ def report(
         other = None
         if against is not None and theirs is not None:
             other = analysis_of(theirs, asked, config), against
-        text = page(report_data(found, target, other))
+        made = page(report_data(found, target, other)).encode()
         try:
-            written = output.write_text(text, encoding="utf-8")
+            output.write_bytes(made)  # as text, some systems would change ends of lines: hashes
         except OSError as error:
             raise ConfigError(f"--output {output}: {error.strerror}") from None
-        typer.echo(f"wrote {output} ({size(written)}): open it in a browser")
+        typer.echo(f"wrote {output} ({size(len(made))}): open it in a browser")
