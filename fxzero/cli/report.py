@@ -135,9 +135,9 @@ def report(
             typer.echo(json.dumps(found.to_json(), default=str))
             return
         theirs = None if other is None else (other.analysis(texts=True), other.target)
-        text = page(report_data(found, target, theirs))
+        made = page(report_data(found, target, theirs)).encode()
         try:
-            output.write_text(text, encoding="utf-8")
+            output.write_bytes(made)  # as text, some systems would change ends of lines: hashes
         except OSError as error:
             raise ConfigError(f"--output {output}: {error.strerror}") from None
-        typer.echo(f"wrote {output} ({size(output.stat().st_size)}): open it in a browser")
+        typer.echo(f"wrote {output} ({size(len(made))}): open it in a browser")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 from fxzero.inspect import Analysis, capture
 from fxzero.inspect.detail import GraphDetail, Measured, NodeRow, PassText, SpanRow
 from tests.tracing import BY_LAYER
+
+Open = Callable[..., Any]
+"""Opens a page of an analysis; see `tests.inspect.conftest.opened`."""
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 
@@ -143,3 +147,11 @@ def _later(span: SpanRow, layer: int) -> SpanRow:
 def _longer(text: PassText, times: int) -> PassText:
     lines = text.text.splitlines()
     return replace(text, text="\n".join(f"{line} {i}" for i in range(times) for line in lines))
+
+
+def drawn(shown: Any, tab: str) -> str:
+    """What its first canvas shows."""
+    shown.wait_for_timeout(80)  # drawn in the next frame
+    return str(
+        shown.eval_on_selector(f"#panel-{tab} canvas", "canvas => canvas.toDataURL().slice()")
+    )

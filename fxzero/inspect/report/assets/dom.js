@@ -70,8 +70,10 @@ const fitText = (context, text, x, y, room, instead = null) => {
   if (room < 15) return;
   let shown = text;
   if (instead && context.measureText(text).width > room) shown = instead;
-  if (context.measureText(shown).width > room) {
-    const letters = Math.floor((room / context.measureText(shown).width) * shown.length) - 1;
+  const width = context.measureText(shown).width;
+  if (width > room) {
+    let letters = Math.floor((room / width) * shown.length);
+    while (letters > 2 && context.measureText(`${shown.slice(0, letters)}…`).width > room) letters -= 1;
     if (letters < 3) return;
     shown = `${shown.slice(0, letters)}…`;
   }

@@ -18,7 +18,7 @@ const overviewPanel = (data, graph, view, go) => {
   const figures = el("div", { class: "figures" },
     figure("Step, simulated", time(step), perStep),
     figure("Waiting for transfers", time(exposed), `${percent(step ? exposed / step : 0)} of the step`),
-    figure("Peak memory", bytes(top.peak_bytes), `at ${top.peak_node}`),
+    figure("Peak memory", bytes(top.peak_bytes), `at ${top.peak_node}${graphs.length > 1 ? `, graph ${top.graph}` : ""}`),
     figure("Model states", bytes(stateBytes), `of ${short(about.num_parameters)} parameters`),
     figure("Sent by each rank", bytes(about.totals.sent_bytes), about.num_parameters ? `${fixed(about.totals.wire_elements / about.num_parameters, 3)} P on the wire` : ""),
     figure("Compute", step ? `${flops(about.flops / step * 1e6)}/s` : "–", `${flops(about.flops)} a step`));
