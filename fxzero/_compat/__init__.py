@@ -120,6 +120,7 @@ from fxzero._compat.memory import (
 from fxzero._compat.modules import active_ddp_module, module_call, num_module_hooks
 from fxzero._compat.nodes import (
     OpOverload,
+    arguments_of,
     by_identity,
     checkpoint_number,
     checkpoint_tag,
@@ -137,7 +138,6 @@ from fxzero._compat.nodes import (
     log_usage,
     mutated_index,
     own_local_fake,
-    plain_containers,
     pytree,
     set_args,
     set_grad_enabled,
@@ -179,6 +179,7 @@ __all__ = [
     "active_ddp_module",
     "allocations_on",
     "aot_compile",
+    "arguments_of",
     "as_it_is",
     "backward_keeps_graph",
     "backward_number",
@@ -268,7 +269,6 @@ __all__ = [
     "options_for_one_kernel",
     "own_local_fake",
     "passing_through_dynamo",
-    "plain_containers",
     "plain_reduce",
     "private_code",
     "private_store",

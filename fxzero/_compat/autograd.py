@@ -50,10 +50,8 @@ def is_profiling() -> bool:
     if torch._C._autograd._profiler_enabled():
         return True
     # One that warms up is known to nobody but itself.
-    waits = (torch.profiler.ProfilerAction.NONE, None)
+    warms_up = torch.profiler.ProfilerAction.WARMUP
     return any(
-        type(found) is torch.profiler.profile
-        and getattr(found, "profiler", None) is not None
-        and found.current_action not in waits
+        type(found) is torch.profiler.profile and found.current_action is warms_up
         for found in gc.get_objects()
     )

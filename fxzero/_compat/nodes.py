@@ -206,12 +206,28 @@ def set_meta(node: fx.Node, meta: dict[str, Any]) -> None:
 _set_args: Any = fx.Node.args.fset  # type: ignore[attr-defined]  # a property
 
 
-def plain_containers(value: Any) -> Any:
-    """Arguments as code has them: of a node they are lists and dicts that nobody may change."""
-    if isinstance(value, list):
-        return [plain_containers(part) for part in value]
-    if isinstance(value, dict):
-        return {key: plain_containers(part) for key, part in value.items()}
-    if type(value) is tuple:
-        return tuple(plain_containers(part) for part in value)
-    return value
+def arguments_of(
+    node: fx.Node, value_of: Callable[[fx.Node], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a node is called with, in lists and dicts as code makes them: those of the node itself
+    may not be changed, and what is called may want to.
+
+    Args:
+        value_of: the value of a node that it reads.
+    """
+
+    def made(part: Any) -> Any:
+        if isinstance(part, fx.Node):
+            return value_of(part)
+        if isinstance(part, list):
+            return [made(one) for one in part]
+        if isinstance(part, dict):
+            return {key: made(one) for key, one in part.items()}
+        if isinstance(part, tuple):
+            parts = [made(one) for one in part]
+            return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
+        if isinstance(part, slice):
+            return slice(made(part.start), made(part.stop), made(part.step))
+        return part
+
+    return tuple(made(part) for part in node.args), {k: made(v) for k, v in node.kwargs.items()}

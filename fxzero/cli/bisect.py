@@ -120,6 +120,7 @@ def bisect(
         if not times and config.gather_ahead.enabled:
             # What the step before has started is not in the graph that runs here.
             config = replace(config, gather_ahead=replace(config.gather_ahead, enabled=False))
+        config = replace(config, dump="")  # what is made here is thrown away
         case = Case(
             load(target).build,
             Sizes(batch_size, seq_len, inputs),
@@ -217,6 +218,9 @@ def print_times(out: Console, rows: tuple[Timed, ...]) -> None:
             row.without or "(nothing)", f"{row.step_ms:,.2f} ms", f"{row.step_ms / usual:.2f}"
         )
     out.print(table)
+    if len(rows) == 2:
+        out.print("no pass is left that could be switched off")
+        return
     best = min(rows[1:-1], key=lambda row: row.step_ms)
     scatter = abs(rows[0].step_ms - rows[-1].step_ms) / usual
     if best.step_ms < usual * (1 - max(scatter, 0.02)):

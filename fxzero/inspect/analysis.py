@@ -170,7 +170,7 @@ class Analysis:
             flops=sum(map(model_flops, graphs)),
             memory=tuple(report for report in reports if report is not None),
             details=tuple(found for found in details if found is not None),
-            settings=plain(capture.compilations[0].config) if capture.compilations else {},
+            settings=plain(capture.compilations[0].config.filled) if capture.compilations else {},
             rank=capture.rank,
         )
 

@@ -59,6 +59,8 @@ class Decided:
     decisions: tuple[Mapping[str, Any], ...]
     """By graph, by pass."""
     figures: Mapping[str, float]
+    is_plan: bool = False
+    """Whether it knows no more than a plan: stages and ranks are not in it."""
 
     @staticmethod
     def of(analysis: Analysis) -> Decided:
@@ -75,11 +77,7 @@ class Decided:
             "reduced_bytes": analysis.num_bytes("reduce"),
             "nodes": sum(1 for detail in analysis.details for row in detail.nodes),
         }
-        settings = {
-            name: value
-            for name, value in analysis.settings.items()
-            if name not in ("dump", "keep_text")
-        }
+        settings = _compared(analysis.settings)
         settings |= {"zero": analysis.zero, "world_size": analysis.world_size}
         return Decided(settings, tuple(detail.decisions for detail in analysis.details), figures)
 
@@ -97,7 +95,12 @@ class Decided:
             name: sum(order.get(name) or 0.0 for order in orders)
             for name in ("step_us", "exposed_us", "held_bytes")
         }
-        return Decided({**found.settings, "costs": found.costs}, decisions, figures)
+        return Decided(_compared(found.settings), decisions, figures, is_plan=True)
+
+
+def _compared(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those that decide nothing."""
+    return {name: v for name, v in settings.items() if name not in ("dump", "keep_text", "plan")}
 
 
 def compare(before: Decided, after: Decided) -> Comparison:
@@ -107,7 +110,11 @@ def compare(before: Decided, after: Decided) -> Comparison:
         for name in before.figures
         if name in after.figures and (before.figures[name] or after.figures[name])
     )
-    found = list(_differences("settings", "", before.settings, after.settings))
+    mine, theirs = before.settings, after.settings
+    if before.is_plan or after.is_plan:
+        mine = {name: value for name, value in mine.items() if name in theirs}
+        theirs = {name: value for name, value in theirs.items() if name in mine}
+    found = list(_differences("settings", "", mine, theirs))
     several = len(before.decisions) > 1 or len(after.decisions) > 1
     if len(before.decisions) != len(after.decisions):
         counts = str(len(before.decisions)), str(len(after.decisions))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from fxzero._compat import gloo_groups, is_fake, is_profiling, plain_containers
+from fxzero._compat import arguments_of, gloo_groups, is_fake, is_profiling
 from fxzero.graph import Lane, StepGraph
 from fxzero.graph.stamps import Stamp, has_stamp, stamp_of
 
@@ -197,8 +197,7 @@ class _Ranges(fx.Interpreter):
         return value
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = super().fetch_args_kwargs_from_env(n)
-        return plain_containers(args), plain_containers(kwargs)
+        return arguments_of(n, self.env.__getitem__)
 
 
 def _activities() -> list[ProfilerActivity]:

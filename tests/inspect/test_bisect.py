@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from fxzero import ConfigError
 from fxzero.compiler.config import Config
 from fxzero.graph import Role, StepGraph
 from fxzero.inspect.bisect import Case, Finding, bisect, slow
@@ -72,7 +73,8 @@ def test_nothing_is_found_in_a_step(clip: float | None) -> None:
     assert found.culprit is None
     by_pass = {check.behind: check for check in found.checks}
     assert "stamp" not in by_pass, "a graph of one micro-batch is not called with two"
-    assert by_pass["accumulate"].num_tensors == by_pass["update"].num_tensors == 6
+    assert by_pass["accumulate"].num_tensors == 6
+    assert by_pass["update"].num_tensors == 1 + 5 * 4, "parameters, moments and steps"
     # AdamW divides by roots of squares: what is 1e-16 in a gradient may be more behind it.
     assert all(check.difference < 1e-9 for check in found.checks)
 
@@ -244,6 +246,79 @@ def test_a_model_that_draws_is_put_in_eval_mode() -> None:
     found = bisect(Case(Draws, Sizes(4, None, "x=float64[B,4]"), config=Config.from_options(EAGER)))
     assert found.culprit is None
     assert "eval mode" in found.note
+
+
+class Normed(nn.Module):
+    """Buffers that forward writes to, and outputs before the loss, one of them infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """(B, 6) → outputs, and a loss in float32."""
+        y = self.norm(self.layer(x))
+        masked = y.masked_fill(y > 0, -torch.inf)
+        return {"logits": y, "masked": masked, "loss": y.float().pow(3).mean()}
+
+
+@pytest.mark.parametrize("step", [False, True])
+def test_habits_of_healthy_models(step: bool) -> None:
+    """Buffers, several outputs, infinities and a cast are no findings."""
+    inputs = "x=float64[B,6]"
+    found = bisect(
+        Case(Normed, Sizes(8, None, inputs), step=step, config=Config.from_options(EAGER))
+    )
+    assert found.culprit is None, found.culprit
+    assert "less than float64" in found.note
+
+
+def test_what_is_held_on_the_host_is_refused() -> None:
+    """The ranks of one process share its memory."""
+    with pytest.raises(ConfigError, match="would share the host's memory"):
+        bisect(case(step=True, options={"memory": "all_host"}))
+
+
+def erases_the_update(graph: StepGraph) -> None:
+    """Nothing is updated."""
+    for node in list(graph.nodes(role=Role.UPDATE)):
+        graph.graph.erase_node(node)
+
+
+def swaps_moments(graph: StepGraph) -> None:
+    """Each moment goes to the other's place."""
+    for node in graph.nodes(role=Role.UPDATE):
+        first, second, *rest = node.args[2]
+        node.args = (*node.args[:2], [second, first, *rest], *node.args[3:])
+
+
+def loses_a_gradient(graph: StepGraph) -> None:
+    """One is None, as of a parameter that nobody uses."""
+    position = next(iter(graph.gradients))
+    values = list(graph.output_values)
+    values[position] = None
+    graph.set_output_values(values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "step"),
+    [
+        (Update, erases_the_update, True),
+        (Update, swaps_moments, True),
+        (ShardGrads, loses_a_gradient, False),
+    ],
+    ids=["no update", "moments", "no gradient"],
+)
+def test_what_is_missing_is_a_difference(
+    broken: Callable[..., None], kind: type[Pass], what: Callable[[StepGraph], None], step: bool
+) -> None:
+    """Nothing that a step must compute may be left out, nor go unnoticed."""
+    broken(kind, what)
+    found = bisect(case(step=step))
+    assert found.culprit is not None
+    assert found.culprit.behind == kind.name
+    assert found.culprit.worst
 
 
 def test_times_without_each_pass() -> None:

@@ -40,7 +40,9 @@ class Net(nn.Module):
         return self.second(nn.functional.gelu(self.first(x))).pow(2).mean()
 
 
-def train(folder: str, steps: int = 9, *, whole: bool = True, **options: Any) -> list[float]:
+def train(
+    folder: str, steps: int = 9, *, whole: bool = True, micro_batches: int = 1, **options: Any
+) -> list[float]:
     """Some steps, dumped."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -50,7 +52,7 @@ def train(folder: str, steps: int = 9, *, whole: bool = True, **options: Any) ->
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     settings = {**EAGER, **options, **({"dump": folder} if folder else {})}
     if whole:
-        step = fxzero.compile_step(model, optimizer, options=settings)
+        step = fxzero.compile_step(model, optimizer, micro_batches=micro_batches, options=settings)
         return [step(x).loss.item() for _ in range(steps)]
     compiled: Any = torch.compile(model, backend="fxzero", options=settings)
     losses = []
@@ -114,6 +116,88 @@ def test_what_was_measured(dump: Path) -> None:
 def test_a_dumped_run_is_the_same_run(dump: Path) -> None:
     """Nothing changes by being watched, the step that is watched included."""
     assert train("") == train(str(dump.parent / "again"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"micro_batches": 8}, {"memory": "all_host"}, {"memory": "states_host"}],
+    ids=["looped", "all_host", "states_host"],
+)
+def test_of_other_steps(tmp_path: Path, options: dict[str, Any]) -> None:
+    """A micro-step that stands for others, and copies that code empties lists for."""
+    assert train(str(tmp_path / "d"), **options) == train("", **options)
+    (analysis,) = read(str(tmp_path / "d")).values()
+    (measured,) = analysis.details[0].measured
+    assert measured.spans
+    assert len(measured.calls_us) == 5
+
+
+RANKS = """
+import os, sys
+import torch
+import fxzero
+from tests.inspect.test_dump import Net
+
+fxzero.init_distributed()
+torch.manual_seed(0)
+model = fxzero.shard(Net(), zero=3)
+step = fxzero.compile_step(
+    model,
+    torch.optim.AdamW(model.parameters(), fused=True),
+    options={"lower_regions": {"backend": "eager"}},
+)
+for _ in range(9):
+    step(torch.randn(8, 32))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_of_two_ranks(tmp_path: Path) -> None:
+    """Each has its own folder; they end as they would without a dump."""
+    (tmp_path / "train.py").write_text(RANKS)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), VARIABLE: str(tmp_path / "d")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ran = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(tmp_path / "train.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stderr
+    ranks = read(str(tmp_path / "d"))
+    assert list(ranks) == [0, 1]
+    for rank, analysis in ranks.items():
+        assert (analysis.rank, analysis.world_size, analysis.zero) == (rank, 2, 3)
+        assert analysis.details[0].measured[0].spans
+        assert len(analysis.details[0].measured[0].calls_us) == 5
+
+
+def test_a_command_does_not_heed_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would replace the dump that it was asked about."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "asked"))
+    capture(lambda: (Net(), torch.randn(16, 32)), zero=3, world_size=8, options=EAGER)
+    assert not (tmp_path / "asked").exists()
+
+
+def test_beside_a_profiler_that_warms_up(tmp_path: Path) -> None:
+    """The user's goes on, and ours stays away."""
+    torch._dynamo.reset()
+    model = Net()
+    fxzero.shard(model, zero=3)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    options = {**EAGER, "dump": str(tmp_path / "d")}
+    step = fxzero.compile_step(model, optimizer, options=options)
+    when = torch.profiler.schedule(wait=0, warmup=5, active=3)
+    with torch.profiler.profile(schedule=when) as profiler:
+        for _ in range(9):
+            step(torch.randn(4, 32))
+            profiler.step()
+    (analysis,) = read(str(tmp_path / "d")).values()
+    assert analysis.details[0].measured[0].peak_bytes is None
+    assert analysis.details[0].measured[0].spans
 
 
 def test_the_loop_has_two_parts(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxzero._compat import OpOverload
+from fxzero._compat import OpOverload, arguments_of
 from fxzero.errors import VerificationError
 from fxzero.graph import StepGraph
 from fxzero.graph.launch import wait
@@ -75,7 +75,7 @@ class Lockstep:
                     values = [_own(value) for value in values]
             else:
                 arguments = [
-                    fx.map_arg((n.args, n.kwargs), env.__getitem__)
+                    arguments_of(n, env.__getitem__)
                     for n, env in zip(nodes, environment, strict=True)
                 ]
                 if nodes[0].op == "output":

@@ -20,7 +20,7 @@ class DrawsError(CaptureError):
 
 def eager(case: Case) -> dict[str, list[Tensor]]:
     """By name, a tensor's value on each rank: losses, full gradients averaged over the ranks and,
-    of a whole step, full parameters behind AdamW's.
+    of a whole step, full parameters and optimizer states behind AdamW's.
 
     Raises:
         DrawsError: the model gives another loss when it is run again.
@@ -48,9 +48,13 @@ def eager(case: Case) -> dict[str, list[Tensor]]:
             named[name].grad = None if mean is None else mean.clone()  # which clipping changes
         if case.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip_grad_norm)
-        torch.optim.AdamW(model.parameters(), fused=True, lr=LR).step()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True, lr=LR)
+        optimizer.step()
         for name in names:
             result[f"{name} after the update"] = [named[name].detach()] * case.world_size
+            for word, state in optimizer.state[named[name]].items():
+                if isinstance(state, Tensor):
+                    result[f"{word} of {name} after the update"] = [state] * case.world_size
     return result
 
 

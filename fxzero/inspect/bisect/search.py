@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fxzero.errors import ConfigError, FxZeroError
 from fxzero.graph import StepGraph
-from fxzero.graph.stamps import has_stamp, stamp_of
 from fxzero.inspect.bisect.lockstep import Lockstep
 from fxzero.inspect.bisect.recorded import (
     BACKWARD,
@@ -88,7 +87,13 @@ def bisect(case: Case, observe: Callable[[Check], None] | None = None) -> Findin
 
     Raises:
         CaptureError: the model cannot be run, or draws random numbers.
+        ConfigError: something shall be held on the host.
     """
+    if case.config.offloads:
+        raise ConfigError(
+            f"{case.config.offloads}: ranks that run in one process would share the host's memory. "
+            "Leave it out: what other passes do is the same."
+        )
     tolerance = TOLERANCE[case.dtype]
     note = ""
     try:
@@ -101,10 +106,13 @@ def bisect(case: Case, observe: Callable[[Check], None] | None = None) -> Findin
         ranks = [record(case, rank) for rank in range(case.world_size)]
     except FxZeroError as error:
         return _refused(error, tolerance)
+    if case.dtype == torch.float64 and _rounds(ranks[0]):
+        tolerance = TOLERANCE[torch.float32]
+        note = f"{note} The model computes in less than float64 somewhere.".strip()
     if len(ranks[0]) > 1:
         note = (
             f"{note} The step is {len(ranks[0])} graphs: each is held against itself as it was "
-            "captured, and not against eager."
+            "captured, and not against eager; and behind the first on made-up inputs."
         ).strip()
     checks: list[Check] = []
     for number, recordings in enumerate(zip(*ranks, strict=True)):
@@ -117,6 +125,19 @@ def bisect(case: Case, observe: Callable[[Check], None] | None = None) -> Findin
                 decisions = _decisions(check, part, index, recordings, alone, tolerance)
                 return Finding(tuple(checks), tolerance, check, tuple(decisions), note)
     return Finding(tuple(checks), tolerance, None, note=note)
+
+
+def _rounds(recordings: Sequence[Recording]) -> bool:
+    """Whether something is computed in a smaller dtype than float64."""
+    return any(
+        isinstance(value := node.meta.get("val"), Tensor)
+        and value.dtype.is_floating_point
+        and value.dtype != torch.float64
+        for recording in recordings
+        for one in (recording.snapshots.get(JOINT) or recording.snapshots.get(STEP) or [])[:1]
+        for node in one.graph.graph.nodes
+        if node.op == "call_function"
+    )
 
 
 def _refused(error: FxZeroError, tolerance: float) -> Finding:
@@ -139,10 +160,18 @@ def _checks(
         if any(_is_of_one_micro_batch(snapshot, recordings[0], first) for snapshot in snapshots):
             continue
         inputs = [_inputs(r, s.graph) for r, s in zip(recordings, snapshots, strict=True)]
-        yield _check(number, first, snapshots, inputs, expected), first, index
+        updates = _updates(recordings[0], first, index)
+        check = _check(number, first, snapshots, inputs, expected, updates=updates)
+        yield check, first, index
     if whole:
         return
     yield from _of_sides(number, recordings, expected)
+
+
+def _updates(recording: Recording, part: str, index: int) -> bool:
+    """Whether a graph ends in the update."""
+    names = [one.behind for one in recording.snapshots[part]]
+    return part == STEP and "update" in names[: index + 1]
 
 
 def _is_of_one_micro_batch(snapshot: Snapshot, recording: Recording, part: str) -> bool:
@@ -177,7 +206,13 @@ def _of_sides(
         except Exception as error:  # whatever a broken graph raises is the finding
             yield _failed(number, part, here[0].behind, error), part, index
             continue
-        yield _compared(number, part, here[0].behind, found, expected), part, index
+        gone = _missing(found, expected, updates=False)
+        check = (
+            Check(number, part, here[0].behind, gone, math.inf, 0, len(found))
+            if gone
+            else _compared(number, part, here[0].behind, found, expected)
+        )
+        yield check, part, index
 
 
 def _both(
@@ -214,7 +249,14 @@ def _check(
     snapshots: Sequence[Snapshot],
     inputs: Sequence[Sequence[Any]],
     expected: Named,
+    *,
+    updates: bool,
 ) -> Check:
+    """Run a graph on every rank, and hold what it computes against what is expected.
+
+    Args:
+        updates: whether it ends in the update of the parameters.
+    """
     behind = snapshots[0].behind
     graphs = [snapshot.graph for snapshot in snapshots]
     copies = [[v.clone() if isinstance(v, Tensor) else v for v in values] for values in inputs]
@@ -222,14 +264,28 @@ def _check(
         results = Lockstep(graphs, owns_inputs=True).run(copies)
     except Exception as error:  # whatever a broken graph raises is the finding
         return _failed(number, part, behind, error)
-    found = _named(graphs, results)
-    if part == STEP and any(map(_is_update, graphs[0].graph.nodes)):
-        found |= _updated(graphs, copies)
+    found = _named(graphs, results, updates=updates)
+    if updates:
+        # What nobody has said of an input is not looked at: only what is written to changes.
+        left = _updated(graphs, copies)
+        found |= {name: values for name, values in left.items() if name in expected}
+    gone = _missing(found, expected, updates)
+    if gone:
+        return Check(number, part, behind, gone, math.inf, 0, len(found))
     return _compared(number, part, behind, found, expected)
 
 
-def _is_update(node: fx.Node) -> bool:
-    return has_stamp(node) and stamp_of(node).made_by == "update"
+def _missing(found: Named, expected: Named, updates: bool) -> str:
+    """Something that a graph must compute, and does not; empty if there is nothing."""
+    for name in expected:
+        is_gradient = name.startswith("gradient of ")
+        is_due = updates if name.endswith(AFTER) else not (is_gradient and updates)
+        if is_due and name not in found and not name.startswith("output "):
+            return name
+    return ""
+
+
+AFTER = " after the update"
 
 
 def _failed(number: int, part: str, behind: str, error: Exception) -> Check:
@@ -237,34 +293,75 @@ def _failed(number: int, part: str, behind: str, error: Exception) -> Check:
     return Check(number, part, behind, "", math.nan, 0, error=text)
 
 
-def _named(graphs: Sequence[StepGraph], results: Sequence[Sequence[Any]]) -> Named:
-    """A joint graph's outputs by what they are; gradients in full."""
+def _named(
+    graphs: Sequence[StepGraph], results: Sequence[Sequence[Any]], *, updates: bool = False
+) -> Named:
+    """A joint graph's outputs by what they are; gradients in full.
+
+    Args:
+        updates: whether it ends in the update: then it returns the loss, the norm and whether the
+            step was skipped.
+    """
     graph = graphs[0]
+    if updates:
+        return {LOSS: [result[0] for result in results]}
+    loss = _loss_position(graph, results[0])
     found: Named = {}
     for position in range(len(results[0])):
         values = [result[position] for result in results]
         if not all(isinstance(value, Tensor) for value in values):
             continue
-        key = graph.gradients.get(position)
-        if key is not None:
+        if position in graph.gradients:
             specs = [one.specs[one.gradients[position]] for one in graphs]
             found[f"gradient of {specs[0].name}"] = _full(values, specs)
-        elif position == (graph.loss if graph.loss is not None else 0):
-            found["loss"] = values
-        else:
+        elif position == loss:
+            found[LOSS] = values
+        elif position in graph.changed:
+            found[f"{graph.changed[position].name} as it is left"] = values
+        elif graph.loss is None:  # of a whole step, outputs are others behind its update
             found[f"output {position}"] = values
     return found
 
 
+LOSS = "loss"
+
+
+def _loss_position(graph: StepGraph, results: Sequence[Any]) -> int | None:
+    """The output that a step minimises; of a loop's graph the only number among what forward
+    returns, if there is one."""
+    if graph.loss is not None:
+        return graph.loss
+    numbers = [
+        position
+        for position, value in enumerate(results[: graph.num_forward_outputs])
+        if isinstance(value, Tensor)
+        and value.dim() == 0
+        and value.dtype.is_floating_point
+        and position not in graph.changed
+    ]
+    return numbers[0] if len(numbers) == 1 else None
+
+
 def _updated(graphs: Sequence[StepGraph], inputs: Sequence[Sequence[Any]]) -> Named:
-    """What the parameters are once the graph has run, in full."""
+    """What parameters, their optimizer states and buffers are once the graph has run, in full."""
     found: Named = {}
     placeholders = zip(*(g.graph.find_nodes(op="placeholder") for g in graphs), strict=True)
     for position, nodes in enumerate(placeholders):
-        if nodes[0] in graphs[0].inputs and nodes[0].meta.get("fxzero_source") is None:
-            values = [values[position] for values in inputs]
-            specs = [g.specs[g.inputs[n]] for g, n in zip(graphs, nodes, strict=True)]
-            found[f"{specs[0].name} after the update"] = _full(values, specs)
+        values = [values[position] for values in inputs]
+        if not all(isinstance(value, Tensor) for value in values):
+            continue
+        source = nodes[0].meta.get("fxzero_source")
+        if source is not None and source[0] == "state":
+            keys = [node.meta["fxzero_source"][1] for node in nodes]
+            word = f"{source[2]} of "
+        elif source is None and nodes[0] in graphs[0].inputs:
+            keys = [g.inputs[node] for g, node in zip(graphs, nodes, strict=True)]
+            word = ""
+        else:
+            found[f"{nodes[0].name} as it is left"] = values
+            continue
+        specs = [g.specs[key] for g, key in zip(graphs, keys, strict=True)]
+        found[f"{word}{specs[0].name} after the update"] = _full(values, specs)
     return found
 
 
@@ -295,12 +392,17 @@ def _compared(number: int, part: str, behind: str, found: Named, expected: Named
 def _difference(value: Tensor, right: Tensor) -> float:
     """The largest difference, as a share of the largest element that is right."""
     if value.shape != right.shape:
-        return float("inf")
+        return math.inf
     if not value.numel():
         return 0.0
     value, right = value.double(), right.double()
-    scale = right.abs().max().item() or 1.0
-    return (value - right).abs().max().item() / scale
+    # What is infinite, or no number, on both sides is the same.
+    differs = ~((value == right) | (value.isnan() & right.isnan()))
+    if not differs.any():
+        return 0.0
+    finite = right[right.isfinite()]
+    scale = finite.abs().max().item() if finite.numel() else 1.0
+    return (value - right)[differs].abs().max().item() / (scale or 1.0)
 
 
 def _decisions(
@@ -352,7 +454,8 @@ def _again(
             return _failed(check.graph, part, check.behind, error)
         snapshots.append(Snapshot(check.behind, graph, recording.compilation))
     inputs = [_inputs(r, s.graph) for r, s in zip(recordings, snapshots, strict=True)]
-    return _check(check.graph, part, snapshots, inputs, dict(reference or {}))
+    updates = _updates(recordings[0], part, index)
+    return _check(check.graph, part, snapshots, inputs, dict(reference or {}), updates=updates)
 
 
 def _short(item: Any) -> str:

@@ -196,8 +196,8 @@ def of_pass(view: View, name: str, row: PassRow) -> Explanation:
                 ", ".join(f"{key}={value}" for key, value in row.notes.items())
                 or "It found nothing to do"
             )
-            + f". {row.nodes_before} nodes before, {row.nodes_after} after ({changes:+d}), in "
-            f"{row.time_ms:.1f} ms; {len(made)} nodes of the schedule are of its making.",
+            + f". {row.nodes_before} nodes before, {row.nodes_after} after ({changes:+d}); "
+            f"{len(made)} nodes of the schedule are of its making.",
             {**row.notes, "nodes_made": len(made), "time_ms": row.time_ms},
         ),
         Answer("With which settings?", f"{row.options}.", {}),
@@ -205,6 +205,16 @@ def of_pass(view: View, name: str, row: PassRow) -> Explanation:
     chosen = view.decision(name)
     if chosen:
         answers.append(_chosen(chosen))
+    schedule = view.schedule
+    if "step_us" in chosen and schedule is not None:
+        text = (
+            f"It chose by a step of {duration(chosen['step_us'])} that waits "
+            f"{duration(chosen['exposed_us'])}. With what later passes add, and what one step "
+            f"leaves to the next, the step takes {duration(schedule.makespan_us)} and waits "
+            f"{duration(schedule.exposed_us)}."
+        )
+        numbers = {"step_us": schedule.makespan_us, "exposed_us": schedule.exposed_us}
+        answers.append(Answer("What does the step come to?", text, numbers))
     return Explanation("pass", name, view.graph, row.options, tuple(answers))
 
 

@@ -34,7 +34,11 @@ class View:
     @cached_property
     def outline(self) -> dict[str, NodeRow]:
         """Nodes of the step itself, by name; of a name that a region has as well, the node."""
-        return {row.name: row for row in reversed(self.detail.nodes) if not row.piece}
+        found: dict[str, NodeRow] = {}
+        for row in self.detail.nodes:
+            if not row.piece:
+                found.setdefault(row.name, row)
+        return found
 
     @cached_property
     def bodies(self) -> dict[str, dict[str, NodeRow]]:
@@ -150,7 +154,9 @@ class View:
         value: Any = self.analysis.settings
         for word in option.split("."):
             value = value.get(word) if isinstance(value, dict) else None
-        shown = {None: "by cost", "": "not set"}.get(value) if not isinstance(value, list) else None
+        nothing = "none" if option.endswith(".share") else "by cost"
+        known = {None: nothing, "": "not set"}
+        shown = known.get(value) if not isinstance(value, list) else None
         return Setting(option, shown or (str(value) if value != [] else "none"), effect)
 
     def settings(self, options: Iterable[tuple[str, str]]) -> tuple[Setting, ...]:
