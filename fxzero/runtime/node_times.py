@@ -96,11 +96,12 @@ class NodeTimes:
         def measured(inputs: list[Any]) -> Any:
             if self._calls >= WARM_CALLS + 1 + TIMED_CALLS or any(map(is_fake, inputs)):
                 return call(inputs)
-            number = self._calls
-            run = call if number < WARM_CALLS else self._time
-            if number == WARM_CALLS:
-                run = self._watch
-            results = run(inputs) if run is call else run(call, inputs)  # type: ignore[call-arg]
+            if self._calls < WARM_CALLS:
+                results = call(inputs)
+            elif self._calls == WARM_CALLS:
+                results = self._watch(call, inputs)
+            else:
+                results = self._time(call, inputs)
             self._calls += 1  # a call that raised is tried again
             return results
 
