@@ -78,6 +78,18 @@ def test_explain_as_json() -> None:
         assert f"`{key}`" in page
 
 
+def test_inspect_as_json() -> None:
+    """As docs/inspect.md says."""
+    found = said(
+        "inspect", TARGET, *ON, "--memory", "--lanes", "--diff", "bucket", "--code", "--json"
+    )
+    page = (Path(__file__).parents[2] / "docs" / "inspect.md").read_text()
+    rows = [found["passes"][0], found["transfers"][0], found["schedules"][0], found["states"]]
+    for row in (found, *rows, found["details"][0], found["totals"]):
+        for key in row:
+            assert f"`{key}`" in page or key == "graph", key
+
+
 def test_diff(dump: str) -> None:
     """0 for equal, 1 for different."""
     result = call("diff", TARGET, *ON, "--other-options", '{"bucket": {"min_bytes": 0}}')
