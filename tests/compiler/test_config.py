@@ -42,7 +42,7 @@ def test_ready_made_objects_are_taken() -> None:
 
 
 KNOWN = (
-    "bucket, cost, cuda_graph, disk, gather_ahead, host_budget, keep_text, lower_kernels, "
+    "bucket, cost, cuda_graph, disk, dump, gather_ahead, host_budget, keep_text, lower_kernels, "
     "lower_regions, memory, memory_budget, offload_activations, offload_params, offload_states, "
     "order_micro_batches, plan, prefetch, recompute, slab, stop_unless_finite, strict, throttle, "
     "tile_linear"
