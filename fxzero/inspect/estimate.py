@@ -18,7 +18,7 @@ from fxzero.cost.analytic import DTYPE_NAMES
 from fxzero.cost.cluster import ClusterSpec, load_cluster
 from fxzero.errors import CaptureError, ConfigError
 from fxzero.inspect.analysis import Analysis
-from fxzero.inspect.capture import Capture, capture
+from fxzero.inspect.capture import Capture, SharedModel, capture
 from fxzero.inspect.model_states import ModelStates
 from fxzero.inspect.targets import Target
 
@@ -151,6 +151,7 @@ def estimate(
     config = replace(config, cost=replace(config.cost, cluster=cluster))
     usual = target.usual(param_dtype, seq_len, inputs)
     found: dict[int, tuple[Capture, Analysis]] = {}
+    shared = SharedModel()
     for zero in dict.fromkeys(stages):
         captured = capture(
             target.build,
@@ -159,6 +160,7 @@ def estimate(
             step=True,
             micro_batches=micro_batches,
             options=config,
+            shared=shared,
             **usual,
             **settings,
         )
