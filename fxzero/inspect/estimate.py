@@ -169,7 +169,10 @@ def estimate(
                 f"the step of {target.name} is {len(captured.compilations)} graphs, and its cost "
                 "is that of one. `fxzero inspect` without --step shows what breaks it."
             )
-        found[zero] = captured, Analysis.of(captured)
+        analysis = Analysis.of(captured)
+        if found:  # of one stage's graphs dtypes are read; the others would only be in the way
+            captured = replace(captured, compilations=())
+        found[zero] = captured, analysis
     if not found:
         raise ConfigError("no ZeRO stage was asked for")
     return _together(target, spec, world_size, micro_batches, found)
