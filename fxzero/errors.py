@@ -102,7 +102,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
         return (
             f"did you mean {', '.join(map(repr, several))}?"
             if several
-            else f"none of {len(names)} is near"
+            else f"none of {len(names)} names is near it."
         )
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""

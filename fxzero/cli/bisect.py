@@ -182,7 +182,8 @@ def print_finding(out: Console, found: Finding, step: bool) -> None:
             highlight=False,
         )
         return
-    where = f"the pass {culprit.behind}" if culprit.behind != "capture" else "the capture"
+    named = {"capture": "the capture", "": "the compiler"}
+    where = named.get(culprit.behind, f"the pass {culprit.behind}")
     what = (
         f"its graph does not run: {culprit.error}"
         if culprit.error

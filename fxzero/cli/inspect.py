@@ -174,6 +174,7 @@ def inspect(
                     "a model, not with a dump (fxzero trace reads one, and its plan.json is there)",
                     live,
                 ),
+                "--code": (code, "a model or a dump's folder", not subject.is_file),
             }
         )
         subject.check()

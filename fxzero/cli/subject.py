@@ -73,7 +73,7 @@ class Subject:
                     f"{', '.join(given)}: {self.target} is a dump, of a run that has decided "
                     "already. Leave out what a capture would be told."
                 )
-            assert self._found
+            _ = self._found
             return
         check_companions(
             {
@@ -89,7 +89,7 @@ class Subject:
         )
         if self.rank >= self.world_size:
             raise ConfigError(f"rank {self.rank} is not in a world of {self.world_size} ranks")
-        assert self._found
+        _ = self._found
 
     @cached_property
     def _found(self) -> Target | Analysis | dict[int, Analysis]:
@@ -139,17 +139,22 @@ class Subject:
         Raises:
             ConfigError: the dump is none, or has no such rank.
         """
-        found = self._found
-        if isinstance(found, Target):
-            return Analysis.of(self.captured(keep_text=texts), memory=True, detail=True)
-        if isinstance(found, Analysis):
-            return found
-        if self.rank not in found:
+        found = self.analyses(texts=texts)
+        if isinstance(self._found, dict) and self.rank not in found:
             raise ConfigError(
                 f"{self.target} holds ranks {', '.join(map(str, found))}, and not {self.rank}: "
                 "dumps of other hosts are on their disks"
             )
-        return found[self.rank]
+        return found[self.rank] if self.rank in found else next(iter(found.values()))
+
+    def analyses(self, *, texts: bool = False) -> dict[int, Analysis]:
+        """The same by rank: all of a dump's, and the one of anything else."""
+        found = self._found
+        if isinstance(found, dict):
+            return found
+        if isinstance(found, Target):
+            found = Analysis.of(self.captured(keep_text=texts), memory=True, detail=True)
+        return {found.rank: found}
 
 
 BESIDE = ("code", "diffs", "pipeline")

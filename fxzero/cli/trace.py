@@ -31,7 +31,7 @@ from fxzero.cli.arguments import (
 )
 from fxzero.cli.failures import as_sentences
 from fxzero.cli.subject import Subject
-from fxzero.inspect.dump import profiles, read
+from fxzero.inspect.dump import profiles
 from fxzero.inspect.trace import profile_of, trace_of, write_trace
 from fxzero.inspect.units import size
 
@@ -96,14 +96,10 @@ def trace(
             cluster,
             options,
         )
-        check_companions({"--profile": (profiled, "a dump", subject.is_dump)})
+        is_folder = subject.is_dump and not subject.is_file
+        check_companions({"--profile": (profiled, "a dump", is_folder)})
         subject.check()
         check_file("--output", output)
-        if profiled:
-            events = profile_of(profiles(target))
-        elif subject.is_dump:
-            events = trace_of(read(target))
-        else:
-            events = trace_of({rank: subject.analysis()})
+        events = profile_of(profiles(target)) if profiled else trace_of(subject.analyses())
         write_trace(output, events)
         typer.echo(f"{output}: {len(events):,} events, {size(output.stat().st_size)}")

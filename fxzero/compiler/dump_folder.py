@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -70,6 +71,9 @@ class RankFolder:
         return self.path / f"graph{number}"
 
 
+_OURS = re.compile(rf"graph\d+|{re.escape(HEAD)}(\.\d+\.part)?")
+"""What a rank's folder holds; whatever else is in it is somebody's."""
+
 _folders: dict[tuple[str, int], RankFolder] = {}
 
 
@@ -92,10 +96,11 @@ def _empty(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         held = sorted(child.name for child in path.iterdir())
-        if held and HEAD not in held and not all(name.startswith("graph") for name in held):
+        others = [name for name in held if _OURS.fullmatch(name) is None]
+        if others:
             raise ConfigError(
-                f"dump={str(path.parent)!r}: {path} holds {held[0]!r}, and is no dump of an "
-                "earlier run. Name another folder, or empty this one."
+                f"dump={str(path.parent)!r}: {path} holds {others[0]!r}, which is of no dump. Name "
+                "another folder, or empty this one."
             )
         for name in held:
             child = path / name

@@ -190,13 +190,6 @@ class GraphDetail:
             texts=tuple(_texts(compilation.records)),
         )
 
-    def by_name(self) -> dict[str, NodeRow]:
-        """Rows of the outline by name; of a name that only a piece has, the first."""
-        found: dict[str, NodeRow] = {}
-        for row in self.nodes:
-            found.setdefault(row.name, row)
-        return found
-
 
 def _texts(records: Sequence[PassRecord]) -> Iterator[PassText]:
     last = ""

@@ -165,7 +165,7 @@ class NodeTimes:
         ]
         ranges.sort(key=lambda event: event["ts"])
         self._take([(e["name"].removeprefix(PREFIX), e["ts"], e["dur"]) for e in ranges])
-        on_gpu = torch.cuda.is_available()
+        on_gpu = self.device == "cuda"
         held = most = 0
         for event in sorted(
             (e for e in events if e.get("name") == "[memory]"), key=lambda event: event["ts"]

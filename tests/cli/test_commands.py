@@ -123,6 +123,20 @@ def test_trace(dump: str, tmp_path: Path) -> None:
         assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
 
 
+def test_a_file_that_was_printed(tmp_path: Path) -> None:
+    """It is read in the place of a model; what is not in it is refused."""
+    file = tmp_path / "analysis.json"
+    file.write_text(call("report", TARGET, *ON, "--json").stdout)
+    for words in (("explain", "first.weight"), ("trace", "-o", str(tmp_path / "t.json"))):
+        result = call(words[0], str(file), *words[1:])
+        assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert call("inspect", str(file), "--lanes").exit_code == 0
+    refused = call("inspect", str(file), "--code")
+    assert refused.exit_code == 2
+    assert "--code has a meaning only with a model" in refused.output
+
+
 def test_bisect() -> None:
     """A row a graph, and 0 where nothing is found."""
     result = call("bisect", TARGET, "--options", EAGER)

@@ -274,6 +274,46 @@ def test_habits_of_healthy_models(step: bool) -> None:
     assert "less than float64" in found.note
 
 
+class Outputs(nn.Module):
+    """What a loop makes a loss of."""
+
+    def __init__(self, several: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.several = several
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """(B, 6) → (B, 6), or two numbers."""
+        y = self.layer(x).relu()
+        return (y.pow(2).mean(), y.abs().mean()) if self.several else y
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_loss_that_the_loop_makes(broken: Callable[..., None], several: bool) -> None:
+    """No number among the outputs, or two: they are held to the capture, gradients to eager."""
+    one = Case(
+        lambda: Outputs(several),
+        Sizes(4, None, "x=float64[B,6]"),
+        config=Config.from_options(EAGER),
+    )
+    found = bisect(one)
+    assert found.culprit is None, found.culprit
+    assert found.checks[-1].num_tensors == 2 + (2 if several else 1)
+    broken(Bucket, turns_an_output)
+    found = bisect(one)
+    assert found.culprit is not None
+    assert (found.culprit.behind, found.culprit.worst) == ("bucket", "output 0")
+
+
+def turns_an_output(graph: StepGraph) -> None:
+    """What forward returns first has the other sign."""
+    first = graph.output_values[0]
+    assert isinstance(first, fx.Node)
+    with graph.graph.inserting_after(first), graph.made_for(first):
+        turned = graph.call(aten.neg.default, (first,), stamp=first.meta["fxzero"])
+    graph.set_output_values([turned, *graph.output_values[1:]])
+
+
 def test_what_is_held_on_the_host_is_refused() -> None:
     """The ranks of one process share its memory."""
     with pytest.raises(ConfigError, match="would share the host's memory"):

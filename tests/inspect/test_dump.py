@@ -242,10 +242,11 @@ def test_several_graphs_are_numbered(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    """Nobody loses a file by a wrong name."""
+    """Nobody loses a file by a wrong name, nor one that lies beside a dump."""
     (tmp_path / "rank0").mkdir()
+    (tmp_path / "rank0" / HEAD).write_text("{}")
     (tmp_path / "rank0" / "thesis.tex").write_text("years of work")
-    with pytest.raises(ConfigError, match=r"holds 'thesis\.tex', and is no dump"):
+    with pytest.raises(ConfigError, match=r"holds 'thesis\.tex', which is of no dump"):
         rank_folder(str(tmp_path))
     assert (tmp_path / "rank0" / "thesis.tex").exists()
 

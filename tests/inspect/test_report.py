@@ -186,7 +186,7 @@ def test_what_the_timeline_names_is_a_node() -> None:
     """In both doors: regions of a whole step too."""
     for analysis in (small(), small_step()):
         (detail,) = analysis.details
-        known = detail.by_name()
+        known = {row.name for row in detail.nodes}
         assert [span.node for span in detail.spans if span.node not in known] == []
         assert [row.node for row in detail.alive if row.node not in known] == []
 
