@@ -27,16 +27,13 @@ from fxzero.inspect.bisect.recorded import (
     record,
 )
 from fxzero.inspect.bisect.reference import DrawsError, eager
+from fxzero.inspect.bisect.results import LOSS, Named, difference, missing, named, updated
 from fxzero.passes.decision import DecidingPass
 from fxzero.settings import plain
-from fxzero.sharding.params import ParamSpec
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 """Most that may differ, as a share of the tensor's largest element: what other orders of sums come
 to stays well below."""
-
-Named = dict[str, list[Tensor]]
-"""Tensors by what they are, on each rank."""
 
 
 @dataclass(frozen=True)
@@ -207,12 +204,7 @@ def _of_sides(
         except Exception as error:  # whatever a broken graph raises is the finding
             yield _failed(number, part, here[0].behind, error), part, index
             continue
-        gone = _missing(found, expected, updates=False)
-        check = (
-            Check(number, part, here[0].behind, gone, math.inf, 0, len(found))
-            if gone
-            else _compared(number, part, here[0].behind, found, expected)
-        )
+        check = _compared(number, part, here[0].behind, found, expected)
         yield check, part, index
 
 
@@ -230,7 +222,7 @@ def _both(
     gradients = Lockstep([one.graph for one in back]).run(inputs)
     graphs = [recording.snapshots[JOINT][-1].graph for recording in recordings]
     joined = [(*f[:count], *b) for f, b in zip(results, gradients, strict=True)]
-    return _named(graphs, joined)
+    return named(graphs, joined)
 
 
 def _inputs(recording: Recording, graph: StepGraph) -> list[Any]:
@@ -265,31 +257,15 @@ def _check(
         results = Lockstep(graphs, owns_inputs=True).run(copies)
     except Exception as error:  # whatever a broken graph raises is the finding
         return _failed(number, part, behind, error)
-    found = _named(graphs, results, updates=updates)
+    found = named(graphs, results, updates=updates)
     if behind == CAPTURED and LOSS not in found:
         # A loop makes its loss itself, of several numbers or none: outputs are held to each other.
         expected.pop(LOSS, None)
     if updates:
         # What nobody has said of an input is not looked at: only what is written to changes.
-        left = _updated(graphs, copies)
+        left = updated(graphs, copies)
         found |= {name: values for name, values in left.items() if name in expected}
-    gone = _missing(found, expected, updates)
-    if gone:
-        return Check(number, part, behind, gone, math.inf, 0, len(found))
-    return _compared(number, part, behind, found, expected)
-
-
-def _missing(found: Named, expected: Named, updates: bool) -> str:
-    """Something that a graph must compute, and does not; empty if there is nothing."""
-    for name in expected:
-        is_gradient = name.startswith("gradient of ")
-        is_due = updates if name.endswith(AFTER) else not (is_gradient and updates)
-        if is_due and name not in found:
-            return name
-    return ""
-
-
-AFTER = " after the update"
+    return _compared(number, part, behind, found, expected, updates=updates)
 
 
 def _failed(number: int, part: str, behind: str, error: Exception) -> Check:
@@ -297,87 +273,14 @@ def _failed(number: int, part: str, behind: str, error: Exception) -> Check:
     return Check(number, part, behind, "", math.nan, 0, error=text)
 
 
-def _named(
-    graphs: Sequence[StepGraph], results: Sequence[Sequence[Any]], *, updates: bool = False
-) -> Named:
-    """A joint graph's outputs by what they are; gradients in full.
-
-    Args:
-        updates: whether it ends in the update: then it returns the loss, the norm and whether the
-            step was skipped.
-    """
-    graph = graphs[0]
-    if updates:
-        return {LOSS: [result[0] for result in results]}
-    loss = _loss_position(graph, results[0])
-    found: Named = {}
-    for position in range(len(results[0])):
-        values = [result[position] for result in results]
-        if not all(isinstance(value, Tensor) for value in values):
-            continue
-        if position in graph.gradients:
-            specs = [one.specs[one.gradients[position]] for one in graphs]
-            found[f"gradient of {specs[0].name}"] = _full(values, specs)
-        elif position == loss:
-            found[LOSS] = values
-        elif position in graph.changed:
-            found[f"{graph.changed[position].name} as it is left"] = values
-        elif graph.loss is None:  # of a whole step, outputs are others behind its update
-            found[f"output {position}"] = values
-    return found
-
-
-LOSS = "loss"
-
-
-def _loss_position(graph: StepGraph, results: Sequence[Any]) -> int | None:
-    """The output that a step minimises; of a loop's graph the only number among what forward
-    returns, if there is one."""
-    if graph.loss is not None:
-        return graph.loss
-    numbers = [
-        position
-        for position, value in enumerate(results[: graph.num_forward_outputs])
-        if isinstance(value, Tensor)
-        and value.dim() == 0
-        and value.dtype.is_floating_point
-        and position not in graph.changed
-    ]
-    return numbers[0] if len(numbers) == 1 else None
-
-
-def _updated(graphs: Sequence[StepGraph], inputs: Sequence[Sequence[Any]]) -> Named:
-    """What parameters, their optimizer states and buffers are once the graph has run, in full."""
-    found: Named = {}
-    placeholders = zip(*(g.graph.find_nodes(op="placeholder") for g in graphs), strict=True)
-    for position, nodes in enumerate(placeholders):
-        values = [values[position] for values in inputs]
-        if not all(isinstance(value, Tensor) for value in values):
-            continue
-        source = nodes[0].meta.get("fxzero_source")
-        if source is not None and source[0] == "state":
-            keys = [node.meta["fxzero_source"][1] for node in nodes]
-            word = f"{source[2]} of "
-        elif source is None and nodes[0] in graphs[0].inputs:
-            keys = [g.inputs[node] for g, node in zip(graphs, nodes, strict=True)]
-            word = ""
-        else:
-            found[f"{nodes[0].name} as it is left"] = values
-            continue
-        specs = [g.specs[key] for g, key in zip(graphs, keys, strict=True)]
-        found[f"{word}{specs[0].name} after the update"] = _full(values, specs)
-    return found
-
-
-def _full(values: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]:
-    """A parameter's parts, or gradients, put together; as they are where every rank has all."""
-    if specs[0].shard_group is None or tuple(values[0].shape) != specs[0].local_shape:
-        return list(values)
-    return [torch.cat(list(values))] * len(values)
-
-
-def _compared(number: int, part: str, behind: str, found: Named, expected: Named) -> Check:
-    """The tensor that is furthest from what is expected; what nobody expects yet is from now on."""
+def _compared(
+    number: int, part: str, behind: str, found: Named, expected: Named, *, updates: bool = False
+) -> Check:
+    """The tensor that is furthest from what is expected, or one that is not there; what nobody
+    expects yet is expected from now on."""
+    gone = missing(found, expected, updates)
+    if gone:
+        return Check(number, part, behind, gone, math.inf, 0, len(found))
     worst, most, where, count = "", 0.0, 0, 0
     for name, values in found.items():
         if name not in expected:
@@ -385,28 +288,12 @@ def _compared(number: int, part: str, behind: str, found: Named, expected: Named
             continue
         count += 1
         for rank, (value, right) in enumerate(zip(values, expected[name], strict=True)):
-            difference = _difference(value, right)
-            if not difference <= most or not worst:
-                worst, most, where = name, difference, rank
-                if math.isnan(difference):
-                    return Check(number, part, behind, worst, difference, where, count)
+            share = difference(value, right)
+            if not share <= most or not worst:
+                worst, most, where = name, share, rank
+                if math.isnan(share):
+                    return Check(number, part, behind, worst, share, where, count)
     return Check(number, part, behind, worst, most, where, count)
-
-
-def _difference(value: Tensor, right: Tensor) -> float:
-    """The largest difference, as a share of the largest element that is right."""
-    if value.shape != right.shape:
-        return math.inf
-    if not value.numel():
-        return 0.0
-    value, right = value.double(), right.double()
-    # What is infinite, or no number, on both sides is the same.
-    differs = ~((value == right) | (value.isnan() & right.isnan()))
-    if not differs.any():
-        return 0.0
-    finite = right[right.isfinite()]
-    scale = finite.abs().max().item() if finite.numel() else 1.0
-    return (value - right)[differs].abs().max().item() / (scale or 1.0)
 
 
 def _decisions(
