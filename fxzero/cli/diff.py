@@ -85,21 +85,9 @@ def diff(
 
     fxzero diff DUMP_OF_MONDAY DUMP_OF_TUESDAY
     """
+    arguments = dict(locals())
     with as_sentences(traceback):
-        one = Subject(
-            before,
-            zero,
-            world_size,
-            rank,
-            batch_size,
-            seq_len,
-            inputs,
-            param_dtype,
-            step=step,
-            micro_batches=micro_batches,
-            cluster=cluster,
-            options=options,
-        )
+        one = Subject.of(arguments, target=before)
         other = replace(
             one,
             target=before if after is None else after,

@@ -78,24 +78,9 @@ def explain(
 
     fxzero explain DUMP prefetch
     """
+    arguments = dict(locals())
     with as_sentences(traceback):
-        subject = Subject(
-            target,
-            zero,
-            world_size,
-            rank,
-            batch_size,
-            seq_len,
-            inputs,
-            param_dtype,
-            reduce_dtype,
-            offload,
-            step,
-            clip_grad_norm,
-            micro_batches,
-            cluster,
-            options,
-        )
+        subject = Subject.of(arguments)
         subject.check()
         found = explained(subject.analysis(), what)
         if as_json:

@@ -142,26 +142,10 @@ def inspect(
 
     fxzero inspect model.py:tiny --lanes --module 'blocks.*'
     """
+    arguments = dict(locals())
     out = console()
     with as_sentences(traceback):
-        subject = Subject(
-            target,
-            zero,
-            world_size,
-            rank,
-            batch_size,
-            seq_len,
-            inputs,
-            param_dtype,
-            reduce_dtype,
-            offload,
-            step,
-            clip_grad_norm,
-            micro_batches,
-            cluster,
-            options,
-            inference,
-        )
+        subject = Subject.of(arguments)
         pipeline_ranks, ranks = mesh_of(mesh, world_size)
         subject = replace(subject, world_size=ranks) if mesh is not None else subject
         live = not subject.is_dump

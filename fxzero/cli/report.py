@@ -97,25 +97,9 @@ def report(
 
     fxzero report DUMP -o run.html
     """
+    arguments = dict(locals())
     with as_sentences(traceback):
-        subject = Subject(
-            target,
-            zero,
-            world_size,
-            rank,
-            batch_size,
-            seq_len,
-            inputs,
-            param_dtype,
-            reduce_dtype,
-            offload,
-            step,
-            clip_grad_norm,
-            micro_batches,
-            cluster,
-            options,
-            inference,
-        )
+        subject = Subject.of(arguments)
         subject.check()
         check_companions(
             {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +44,17 @@ class Subject:
     cluster: str | None = None
     options: str = "{}"
     inference: bool = False
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], **others: Any) -> Subject:
+        """What a command was called with: those of its arguments that have a field's name.
+
+        Args:
+            arguments: all that it has, by name.
+            others: fields that have another name there.
+        """
+        named = {f.name: arguments[f.name] for f in fields(cls) if f.name in arguments}
+        return cls(**named, **others)
 
     @property
     def is_dump(self) -> bool:

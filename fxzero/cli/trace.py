@@ -78,24 +78,9 @@ def trace(
 
     fxzero trace DUMP --profile -o profile.json.gz
     """
+    arguments = dict(locals())
     with as_sentences(traceback):
-        subject = Subject(
-            target,
-            zero,
-            world_size,
-            rank,
-            batch_size,
-            seq_len,
-            inputs,
-            param_dtype,
-            reduce_dtype,
-            offload,
-            step,
-            clip_grad_norm,
-            micro_batches,
-            cluster,
-            options,
-        )
+        subject = Subject.of(arguments)
         is_folder = subject.is_dump and not subject.is_file
         check_companions({"--profile": (profiled, "a dump", is_folder)})
         subject.check()
