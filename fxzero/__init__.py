@@ -6,12 +6,14 @@ model = torch.compile(model, backend="fxzero")
 
 from typing import Any as _Any
 
-from fxzero import _checkout
+from fxzero import _checkout, checkpoint
+from fxzero.checkpoint import TrainState
 from fxzero.compiler import dump_folder as _dump_folder
 from fxzero.compiler.config import Config
 from fxzero.errors import (
     BatchError,
     CaptureError,
+    CheckpointError,
     ConfigError,
     ContractError,
     DiskError,
@@ -56,6 +58,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchError",
     "CaptureError",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "ContractError",
@@ -71,8 +74,10 @@ __all__ = [
     "ShardingError",
     "StepOutput",
     "Traffic",
+    "TrainState",
     "TrainStep",
     "VerificationError",
+    "checkpoint",
     "compile_step",
     "init_distributed",
     "no_sync",

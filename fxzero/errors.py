@@ -11,6 +11,7 @@
     ├── NonFiniteGradientError (ArithmeticError)  gradients at which a step must stop
     ├── RanksDisagreeError  (RuntimeError)  ranks whose collectives do not belong together
     ├── RankLostError       (RuntimeError)  a rank that is gone, or stopped
+    ├── CheckpointError     (RuntimeError)  a checkpoint that cannot be written, read or taken
     ├── DiskError           (OSError)       bytes that disk cannot hold, or no longer has
     ├── HostMemoryError     (MemoryError)   memory of the host that the system does not give
     └── VerificationError   (RuntimeError)  a graph that breaks a rule which must always hold
@@ -68,6 +69,10 @@ class PassError(FxZeroError, RuntimeError):
 
 class ContractError(PassError):
     """A pipeline whose order breaks what one of its passes requires."""
+
+
+class CheckpointError(FxZeroError, RuntimeError):
+    """A checkpoint that cannot be written, that is not whole, or that is of something else."""
 
 
 class DiskError(FxZeroError, OSError):

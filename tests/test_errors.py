@@ -18,6 +18,7 @@ _TREE = {
     "CaptureError": ("FxZeroError", "RuntimeError"),
     "RanksDisagreeError": ("FxZeroError", "RuntimeError"),
     "RankLostError": ("FxZeroError", "RuntimeError"),
+    "CheckpointError": ("FxZeroError", "RuntimeError"),
     "DiskError": ("FxZeroError", "OSError"),
     "HostMemoryError": ("FxZeroError", "MemoryError"),
     "PassError": ("FxZeroError", "RuntimeError"),

@@ -13,6 +13,7 @@ import fxzero
 _PUBLIC = [
     "BatchError",
     "CaptureError",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "ContractError",
@@ -28,8 +29,10 @@ _PUBLIC = [
     "ShardingError",
     "StepOutput",
     "Traffic",
+    "TrainState",
     "TrainStep",
     "VerificationError",
+    "checkpoint",
     "compile_step",
     "init_distributed",
     "no_sync",

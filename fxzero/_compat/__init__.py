@@ -4,6 +4,7 @@
     aot               joint graphs from AOTAutograd
     partition         their cut into forward and backward
     inductor          decompositions, and regions lowered
+    checkpoints       the metadata of torch.distributed.checkpoint
     compiled_memory   what a lowered region allocates
     nodes             operators, sources, descriptions and tags on the nodes of graphs
     fakes             tensors without values, symbolic numbers
@@ -45,6 +46,7 @@ from fxzero._compat.autograd import (
     use_count,
     version_of,
 )
+from fxzero._compat.checkpoints import read_metadata, storage_info
 from fxzero._compat.compiled_memory import held_bytes
 from fxzero._compat.dtensors import (
     as_it_is,
@@ -275,6 +277,7 @@ __all__ = [
     "probe_vector_instructions",
     "pytree",
     "ranks_of_mesh",
+    "read_metadata",
     "real_tensors",
     "rebuild_function",
     "recompile_limit",
@@ -294,6 +297,7 @@ __all__ = [
     "squeeze",
     "step_without_hooks",
     "storage_identity",
+    "storage_info",
     "take_foreach_of",
     "trace_function",
     "trace_joint",

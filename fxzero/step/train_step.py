@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fxzero import _compat
 from fxzero._compat import pytree
+from fxzero.checkpoint.state import TrainState
 from fxzero.compiler.config import Config
 from fxzero.compiler.pipelines import step_passes
 from fxzero.errors import BatchError, CaptureError, ConfigError, FxZeroError, FxZeroWarning
@@ -25,7 +26,7 @@ from fxzero.ranks.agree import give_up
 from fxzero.runtime.checked_saves import check_saves
 from fxzero.runtime.delayed import use_gradients, watch_state_dicts
 from fxzero.runtime.disk_arena import disk_arena_of
-from fxzero.runtime.optimizers import OptimizerLayout, kernels_of
+from fxzero.runtime.optimizers import OptimizerLayout, create_state, kernels_of
 from fxzero.runtime.residents import release
 from fxzero.sharding.before_step import before_step, refuse_strangers
 from fxzero.sharding.buffers import sync_buffers
@@ -293,6 +294,26 @@ class TrainStep:
         the end of training, or before a model is looked at that has learned all that it has seen.
         Whoever makes a state dict gets that by itself."""
         use_gradients(self.optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training needs to go on: model, optimizer by names, scheduler, loss scale. Its
+        tensors are those that are trained, this rank's parts of them.
+
+        `torch.distributed.checkpoint` saves and loads a step by it. `fxzero.checkpoint` saves more:
+        generators, positions in data, while training goes on.
+        """
+        if self._layout.kernels and not self.optimizer.state:
+            create_state(self._layout, self._layout.parameters)  # where something can be loaded to
+        return TrainState(self, rng=False).state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned, in a process of the same layout; or elsewhere from
+        what `torch.distributed.checkpoint` has loaded into it.
+
+        Raises:
+            CheckpointError: it is of something else. Nothing is changed then.
+        """
+        TrainState(self, rng=False).load_state_dict(state)
 
     @_compat.with_room_for_frames  # Dynamo traces below it
     def _train_as_one_graph(

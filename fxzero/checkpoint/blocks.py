@@ -1,0 +1,157 @@
+"""Reading a file of a checkpoint by blocks, each of which is checked before anybody sees it.
+
+blocks  │ 0 │ 1 │ 2 │ 3 │        read and hashed by two threads, a few ahead of who reads
+reader       ──────►             a tensor's bytes are copied out of those that are checked
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from fxzero.checkpoint.manifest import BLOCK_BYTES, FileRecord
+from fxzero.errors import CheckpointError
+
+_AHEAD = 4
+"""Blocks that are read before anybody asks for them."""
+_KEPT = 8
+
+
+class CheckedFile(io.RawIOBase):
+    """A file whose bytes are those that were written.
+
+    Args:
+        path: the file.
+        record: what the manifest says of it.
+        pool: threads that read and hash.
+    """
+
+    def __init__(self, path: Path, record: FileRecord, pool: ThreadPoolExecutor) -> None:
+        self.path = path
+        self.record = record
+        self._pool = pool
+        self._at = 0
+        self._blocks: OrderedDict[int, Future[bytes]] = OrderedDict()
+        try:
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def tell(self) -> int:
+        """Where the next byte comes from."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go somewhere else."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.record.bytes}[whence]
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Fill a buffer, as far as the file goes.
+
+        Raises:
+            CheckpointError: a block is not what was written, or cannot be read.
+        """
+        into = memoryview(buffer).cast("B")
+        filled = 0
+        while filled < len(into) and self._at < self.record.bytes:
+            block, offset = divmod(self._at, BLOCK_BYTES)
+            data = memoryview(self._block(block))[offset:]
+            count = min(len(data), len(into) - filled)
+            into[filled : filled + count] = data[:count]
+            filled += count
+            self._at += count
+        return filled
+
+    def check(self) -> None:
+        """Read all of it.
+
+        Raises:
+            CheckpointError: see `readinto`.
+        """
+        for block in range(len(self.record.blocks)):
+            self._block(block)
+
+    def _block(self, number: int) -> bytes:
+        for ahead in range(number, min(number + _AHEAD, len(self.record.blocks))):
+            if ahead not in self._blocks:
+                self._blocks[ahead] = self._pool.submit(self._read, ahead)
+        self._blocks.move_to_end(number)
+        while len(self._blocks) > _KEPT:
+            self._blocks.popitem(last=False)
+        return self._blocks[number].result()
+
+    def _read(self, number: int) -> bytes:
+        begin = number * BLOCK_BYTES
+        wanted = min(BLOCK_BYTES, self.record.bytes - begin)
+        try:
+            data = os.pread(self._file, wanted, begin)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+        if hashlib.sha256(data).hexdigest() != self.record.blocks[number]:
+            raise CheckpointError(
+                f"{self.path} was changed since it was written: its bytes {begin} to "
+                f"{begin + wanted} have another hash"
+            )
+        return data
+
+    def close(self) -> None:
+        """Let go of the file, behind those that still read it."""
+        if not self.closed:
+            for block in self._blocks.values():
+                block.cancel()
+            for block in self._blocks.values():
+                if not block.cancelled():
+                    block.exception()
+            self._blocks.clear()
+            os.close(self._file)
+        super().close()
+
+
+class Part(io.RawIOBase):
+    """A stretch of a file, as a file of its own."""
+
+    def __init__(self, file: CheckedFile, begin: int, num_bytes: int) -> None:
+        self._file = file
+        self._begin = begin
+        self._size = num_bytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def tell(self) -> int:
+        """Where the next byte comes from."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go somewhere else."""
+        self._at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence] + offset
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Fill a buffer, as far as the stretch goes."""
+        into = memoryview(buffer).cast("B")
+        into = into[: max(self._size - self._at, 0)]
+        self._file.seek(self._begin + self._at)
+        count = self._file.readinto(into)
+        self._at += count
+        return count

@@ -1,0 +1,102 @@
+"""What a checkpoint consists of: every file, how long it is, and the hash of each of its blocks.
+
+    manifest.json   {"step": 100, "files": {"__0_0.distcp": {"bytes": …, "blocks": [sha256, …]}, …},
+                     …, "sha256": of all the rest}
+
+It is written last: a folder without one was never finished. Blocks are hashed one by one, so that a
+reader checks what it reads and nothing else, whichever part of a file that is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fxzero.errors import CheckpointError
+
+NAME = "manifest.json"
+VALUES = "values.json"
+"""What is no tensor: see `fxzero.checkpoint.values`."""
+METADATA = ".metadata"
+"""Of torch.distributed.checkpoint: which file holds which part of which tensor."""
+BLOCK_BYTES = 8 << 20
+_FORMAT = "fxzero checkpoint 1"
+_FILE_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file: its length, and the sha256 of every `BLOCK_BYTES` of it."""
+
+    bytes: int
+    blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """See the module."""
+
+    step: int
+    """The number that it was saved under."""
+    written: str
+    """When, by the clock of rank 0: ISO 8601."""
+    world_size: int
+    layout: str
+    """How the model lay: ``"zero 3 on 2 ranks"``, for people."""
+    tensor_bytes: int
+    """Of all tensors, each counted once."""
+    versions: Mapping[str, str]
+    files: Mapping[str, FileRecord]
+
+    def to_bytes(self) -> bytes:
+        """The file."""
+        content = {"format": _FORMAT, **asdict(self)}
+        return json.dumps({**content, "sha256": _hash(content)}, indent=1).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: Path) -> Manifest:
+        """Read and check one.
+
+        Raises:
+            CheckpointError: it was cut short or changed, or is of another version.
+        """
+        try:
+            content: dict[str, Any] = json.loads(data)
+            written_hash = content.pop("sha256")
+            if content.pop("format") != _FORMAT:
+                raise CheckpointError(
+                    f"{path} is of another version of this format than {_FORMAT!r}. Read it with "
+                    "the fxzero that wrote it."
+                )
+            files = {
+                name: FileRecord(record["bytes"], tuple(record["blocks"]))
+                for name, record in content.pop("files").items()
+            }
+            manifest = cls(**content, files=files)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} is not whole ({type(error).__name__}: {error})"
+            ) from error
+        if written_hash != _hash({"format": _FORMAT, **asdict(manifest)}):
+            raise CheckpointError(f"{path} was changed since it was written: its hash is another")
+        for name in files:
+            if not _FILE_NAME.fullmatch(name) or name in (".", ".."):
+                raise CheckpointError(f"{path} names a file {name!r} that is not in its folder")
+        return manifest
+
+
+def hash_blocks(data: bytes) -> FileRecord:
+    """The record of a file that is in memory."""
+    blocks = range(0, len(data), BLOCK_BYTES)
+    return FileRecord(
+        len(data), tuple(hashlib.sha256(data[i : i + BLOCK_BYTES]).hexdigest() for i in blocks)
+    )
+
+
+def _hash(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

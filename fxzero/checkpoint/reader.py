@@ -1,0 +1,219 @@
+"""Reading a checkpoint's tensors: of ours each byte is checked and none unpickled.
+
+A tensor in a file of torch.distributed.checkpoint is a zip archive, as `torch.save` writes it: a
+pickle that says what it is, and its bytes, uncompressed, as the entry ``data/0``. What it is, the
+checkpoint's metadata say too, and ours are dense: the bytes are read past the pickle.
+
+    .metadata       read by an unpickler that makes nothing but metadata
+    __0_0.distcp    h.0.attn.weight, rows 0 to 15   ──►  the rows that this rank has of it now
+
+Checkpoints of others (FSDP2's, of `dcp.save`) have no manifest: theirs are read by torch's own
+restricted unpickler (`torch.load(weights_only=True)`), and only its archives' checksums say whether
+a byte has changed.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from fxzero._compat import read_metadata
+from fxzero.checkpoint.blocks import CheckedFile, Part
+from fxzero.checkpoint.manifest import METADATA, Manifest
+from fxzero.errors import CheckpointError
+
+_THREADS = 2
+_NAME_LENGTH = 26
+"""Where in an archive's entry the lengths of its name and of what is behind that are: 2 bytes each.
+(APPNOTE.TXT, 4.3.7)"""
+
+
+class CheckedReader(FileSystemReader):
+    """Reads what was written, or says what is wrong.
+
+    Args:
+        path: of the checkpoint.
+        manifest: what it consists of; None for one that others have written.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest | None) -> None:
+        super().__init__(path)
+        self.folder = path
+        self.manifest = manifest
+        self.num_bytes = 0
+        """Of tensors, read so far."""
+
+    def read_file(self, name: str) -> bytes:
+        """A whole file, checked.
+
+        Raises:
+            CheckpointError: it is not there, or not what was written.
+        """
+        path = self.folder / name
+        if self.manifest is None:
+            try:
+                return path.read_bytes()
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        record = self._record(name)
+        with ThreadPoolExecutor(_THREADS) as pool, CheckedFile(path, record, pool) as file:
+            data = bytearray(record.bytes)
+            file.readinto(memoryview(data))
+        return bytes(data)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Which tensors there are, and where.
+
+        Raises:
+            CheckpointError: they are not whole, or something else.
+        """
+        data = self.read_file(METADATA)
+        try:
+            metadata: Metadata = read_metadata(data)
+        except Exception as error:  # an unpickler raises whatever it meets
+            raise CheckpointError(
+                f"{self.folder / METADATA} is no metadata of torch.distributed.checkpoint ({error})"
+            ) from error
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the parts of tensors that this rank wants.
+
+        Raises:
+            CheckpointError: a file is not there, or not what was written.
+        """
+        if self.manifest is None:
+            self._read_others(plan, planner)
+        else:
+            by_file: dict[str, list[ReadItem]] = {}
+            for item in plan.items:
+                place = self.storage_data[item.storage_index]
+                by_file.setdefault(place.relative_path, []).append(item)
+            with ThreadPoolExecutor(_THREADS) as pool:
+                for name, items in by_file.items():
+                    record = self._record(name)
+                    with CheckedFile(self.folder / name, record, pool) as file:
+                        self._read_items(file, items, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _record(self, name: str) -> Any:
+        assert self.manifest is not None
+        if name not in self.manifest.files:
+            raise CheckpointError(f"{self.folder / name} is not in the checkpoint's manifest")
+        return self.manifest.files[name]
+
+    def _read_items(
+        self, file: CheckedFile, items: Iterable[ReadItem], planner: LoadPlanner
+    ) -> None:
+        places = self.storage_data
+        by_place: dict[MetadataIndex, list[ReadItem]] = {}
+        for item in items:
+            by_place.setdefault(item.storage_index, []).append(item)
+        for index in sorted(by_place, key=lambda index: places[index].offset):
+            place = places[index]
+            part = Part(file, place.offset, place.length)
+            stored = self._stored(index)
+            dtype, sizes = stored
+            for item in by_place[index]:
+                target = planner.resolve_tensor(item)
+                whole = item.lengths == torch.Size(sizes)
+                if whole and target.dtype is dtype and target.is_contiguous() and target.is_cpu:
+                    _read_tensor(part, target, file.path)
+                else:
+                    tensor = torch.empty(sizes, dtype=dtype)
+                    _read_tensor(part, tensor, file.path)
+                    for dim, (start, length) in enumerate(
+                        zip(item.storage_offsets, item.lengths, strict=True)
+                    ):
+                        tensor = tensor.narrow(dim, start, length)
+                    target.copy_(tensor)
+                self.num_bytes += target.nbytes
+                planner.commit_tensor(item, target)
+
+    def _stored(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size]:
+        """The dtype and the sizes of a part that was written."""
+        about = self.tensors[index.fqn]
+        (chunk,) = (c for c in about.chunks if index.offset in (None, c.offsets))
+        return about.properties.dtype, chunk.sizes
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Know what there is."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self.tensors: Mapping[str, TensorStorageMetadata] = {
+            name: about
+            for name, about in metadata.state_dict_metadata.items()
+            if isinstance(about, TensorStorageMetadata)
+        }
+
+    def _read_others(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """What `dcp.save` has written."""
+        try:
+            super().read_data(plan, planner)
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever its archives and torch's unpickler meet
+            raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
+
+
+def _read_tensor(part: Part, target: Tensor, path: Path) -> None:
+    """Read a tensor's bytes past the pickle that is beside them."""
+    if not target.numel():
+        return
+    part.seek(0)
+    try:
+        with zipfile.ZipFile(part) as archive:
+            (entry,) = (e for e in archive.infolist() if e.filename.endswith("/data/0"))
+        part.seek(entry.header_offset + _NAME_LENGTH)
+        name_bytes, extra_bytes = struct.unpack("<HH", part.read(4))
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
+        raise CheckpointError(f"{path} holds no tensor where one should be ({error})") from error
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != target.nbytes:
+        raise CheckpointError(
+            f"{path} holds {entry.file_size} bytes where a tensor of {target.nbytes} should be"
+        )
+    part.seek(entry.header_offset + _NAME_LENGTH + 4 + name_bytes + extra_bytes)
+    into = memoryview(target.reshape(-1).view(torch.uint8).numpy().data)
+    assert part.readinto(into) == target.nbytes
+
+
+class IntoCopies(DefaultLoadPlanner):
+    """Plans by the tensors that a model has, and reads into copies of them: the model stays as it
+    is until all of it was read.
+
+    Args:
+        copies: this rank's parts, by name.
+    """
+
+    def __init__(self, copies: Mapping[str, Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._copies = copies
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """The copy of a tensor."""
+        return self._copies[index.fqn]
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """Nothing that is pickled is ever asked for."""
+        assert read_item.type is not LoadItemType.BYTE_IO, read_item
+
+
+def is_of_others(path: Path) -> bool:
+    """Whether a folder is a checkpoint that `dcp.save` has written by itself."""
+    return os.path.exists(path / METADATA)

@@ -1,0 +1,260 @@
+"""What a run of training consists of: all that it needs to go on as if it had never stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
+
+from fxzero.checkpoint import by_name
+from fxzero.checkpoint.random_state import RandomState
+from fxzero.checkpoint.staging import Staging
+from fxzero.checkpoint.values import decode, encode
+from fxzero.errors import CheckpointError, nearest
+from fxzero.runtime.delayed import use_gradients
+
+GROUPS = "optimizer.param_groups"
+STATE_VALUES = "optimizer.state"
+MODEL_VALUES = "model"
+_OWN_NAMES = ("model", "optimizer", "scheduler", "loader", "rng", "loss_scale", "step")
+
+
+@runtime_checkable
+class Trains(Protocol):
+    """A training step, as `fxzero.compile_step` makes one."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: Any
+    loss_scale: Any
+
+
+@runtime_checkable
+class HasState(Protocol):
+    """Whatever can say what it needs to go on, and take it back."""
+
+    def state_dict(self) -> Any:
+        """What it needs: numbers, strings, containers of them, arrays, tensors."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Go on from there."""
+
+
+class TrainState:
+    """The parts of a run that `fxzero.checkpoint` saves and loads.
+
+        state = fxzero.TrainState(step, loader=loader)                      the whole step
+        state = fxzero.TrainState(model, optimizer, scheduler=scheduler)    the ordinary loop
+
+    Args:
+        trained: what `fxzero.compile_step` returned: its model, optimizer, scheduler and loss scale
+            belong to it. Or a model, sharded by fxzero, by FSDP2, or not at all.
+        optimizer: beside a model, the optimizer over its parameters. Without one, the model alone
+            is saved and loaded.
+        scheduler: of learning rates.
+        loader: gives batches; its ``state_dict`` says how far it is. Each rank has its own.
+        rng: whether the random number generators of every rank belong to it.
+        others: further parts with ``state_dict`` and ``load_state_dict``, by name, and
+            `torch.Generator`s.
+
+    Raises:
+        CheckpointError: one of them has no state that could be saved.
+    """
+
+    def __init__(
+        self,
+        trained: Any,
+        optimizer: Optimizer | None = None,
+        *,
+        scheduler: Any = None,
+        loader: Any = None,
+        rng: bool = True,
+        **others: Any,
+    ) -> None:
+        """See the class."""
+        loss_scale = None
+        if isinstance(trained, nn.Module):
+            model: nn.Module = trained
+        elif isinstance(trained, Trains) and optimizer is None:
+            model, optimizer, loss_scale = trained.model, trained.optimizer, trained.loss_scale
+            scheduler = scheduler if scheduler is not None else trained.scheduler
+        else:
+            raise CheckpointError(
+                "TrainState takes what fxzero.compile_step returned, or a model and its optimizer; "
+                f"found {type(trained).__name__}"
+                + (" and an optimizer beside it, which has one" if optimizer is not None else "")
+            )
+        self.model = by_name.unwrapped(model)
+        self.optimizer = optimizer
+        self.staging = Staging()
+        """Where saving copies to."""
+        self.parts: dict[str, HasState] = {}
+        """What is no model and no optimizer, by name."""
+        wanted = {"scheduler": scheduler, "loss_scale": loss_scale, "loader": loader}
+        for name, part in {**wanted, **others}.items():
+            if part is None:
+                continue
+            if name in others and name in _OWN_NAMES:
+                raise CheckpointError(f"{name!r} is the name of a part of its own: take another")
+            part = _Generator(part) if isinstance(part, torch.Generator) else part
+            if not isinstance(part, HasState):
+                raise CheckpointError(
+                    f"{name} is a {type(part).__name__}, which has no state_dict() and no "
+                    "load_state_dict(): a checkpoint could not bring it back. Give it both."
+                )
+            self.parts[name] = part
+        if rng:
+            self.parts["rng"] = RandomState()
+
+    def tensors(self) -> dict[str, Any]:
+        """The model's and the optimizer's tensors, as `fxzero.checkpoint.by_name` has them, each
+        once. They are the ones that are trained, not copies."""
+        if self.optimizer is not None:
+            use_gradients(self.optimizer)
+        shared = by_name.shared_names(self.model)
+        model = by_name.model_state(self.model)
+        state: dict[str, Any] = {
+            "model": {
+                name: tensor
+                for name, tensor in model.items()
+                if isinstance(tensor, Tensor) and name not in shared
+            }
+        }
+        if self.optimizer is not None:
+            own = by_name.optimizer_state(self.model, self.optimizer)
+            state["optimizer"] = {
+                "state": {
+                    name: {key: value for key, value in s.items() if isinstance(value, Tensor)}
+                    for name, s in own["state"].items()
+                },
+                "param_groups": own["param_groups"],
+            }
+        for name, tensor in flat(state).items():
+            _refuse_layout(name, tensor)
+        return state
+
+    def values(self) -> dict[str, str]:
+        """All else, by part, each as JSON.
+
+        Raises:
+            CheckpointError: something that JSON cannot hold.
+        """
+        found = {name: encode(part.state_dict(), name) for name, part in self.parts.items()}
+        model = by_name.model_state(self.model)
+        extra = {name: value for name, value in model.items() if not isinstance(value, Tensor)}
+        if extra:
+            found[MODEL_VALUES] = encode(extra, "the model's extra state")
+        if self.optimizer is not None:
+            own = by_name.optimizer_state(self.model, self.optimizer)
+            found[GROUPS] = encode(own["param_groups"], GROUPS)
+            rest = {
+                name: {key: value for key, value in s.items() if not isinstance(value, Tensor)}
+                for name, s in own["state"].items()
+            }
+            rest = {name: values for name, values in rest.items() if values}
+            found[STATE_VALUES] = encode(rest, STATE_VALUES)
+        return {name: json.dumps(value) for name, value in found.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it: tensors as they are, and what else there is as Python's own objects. For
+        `torch.distributed.checkpoint`, which then finds here what it saves and loads."""
+        values = {name: decode(json.loads(text)) for name, text in self.values().items()}
+        state = self.tensors()
+        state["model"].update(
+            {
+                name: state["model"][first]
+                for name, first in by_name.shared_names(self.model).items()
+                if first in state["model"]
+            }
+        )
+        state["model"].update(values.pop(MODEL_VALUES, {}))
+        values.pop(GROUPS, None)
+        for name, rest in values.pop(STATE_VALUES, {}).items():
+            state["optimizer"]["state"][name].update(rest)
+        return {**state, **values}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned. Nothing is changed where that cannot be.
+
+        Raises:
+            CheckpointError: it is of something else.
+        """
+        wanted = {"model", *self.parts} | ({"optimizer"} if self.optimizer is not None else set())
+        if wanted != set(state):
+            wrong = sorted(wanted ^ set(state))
+            raise CheckpointError(
+                f"the state to load has {sorted(state)}, and {sorted(wanted)} were asked for: "
+                f"{nearest(wrong[0], wanted | set(state))}"
+            )
+        optimizer = None
+        if self.optimizer is not None:
+            optimizer = by_name.counted_state(self.model, self.optimizer, state["optimizer"])
+        self.apply(state["model"], optimizer, {name: state[name] for name in self.parts})
+
+    def apply(
+        self,
+        model: Mapping[str, Any],
+        optimizer: Mapping[str, Any] | None,
+        parts: Mapping[str, Any],
+    ) -> None:
+        """Take a state that fits.
+
+        Args:
+            model: every tensor of the model's state dict, by its plain name.
+            optimizer: as the optimizer itself loads it; None leaves it as it is.
+            parts: states of parts, by name; others stay as they are.
+        """
+        names = {by_name.plain_name(name): name for name in self.model.state_dict()}
+        self.model.load_state_dict({names[name]: value for name, value in model.items()})
+        if optimizer is not None:
+            assert self.optimizer is not None
+            self.optimizer.load_state_dict(dict(optimizer))
+        for name, state in parts.items():
+            self.parts[name].load_state_dict(state)
+
+
+class _Generator:
+    """A generator of random numbers, as a part with a state."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+
+
+def flat(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of `TrainState.tensors` by the names that files have them under."""
+    found = {f"model.{name}": tensor for name, tensor in state["model"].items()}
+    for name, own in state.get("optimizer", {}).get("state", {}).items():
+        found.update({f"optimizer.state.{name}.{key}": tensor for key, tensor in own.items()})
+    return found
+
+
+def _refuse_layout(name: str, tensor: Tensor) -> None:
+    """See that every element of a tensor is on some rank, as it is."""
+    if isinstance(tensor, DTensor):
+        odd = [p for p in tensor.placements if type(p) not in (Shard, Replicate)]
+        if odd:
+            raise CheckpointError(
+                f"{name} lies over the ranks as {tensor.placements}, of which a checkpoint can "
+                "hold Shard and Replicate alone. Redistribute it before saving."
+            )
+    elif type(tensor) not in (Tensor, nn.Parameter):
+        raise CheckpointError(
+            f"{name} is a {type(tensor).__name__}, which a checkpoint does not know how to read "
+            "back. Save the tensors that it is made of."
+        )
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        raise CheckpointError(
+            f"{name} is {'on meta: it has no values' if tensor.is_meta else tensor.layout}. Give "
+            "it memory (fxzero.shard does), or make it dense, before saving."
+        )

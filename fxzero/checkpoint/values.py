@@ -1,0 +1,143 @@
+"""What is no tensor of the model or the optimizer, as JSON: read back without running any code.
+
+    {"lr": 0.1, "betas": (0.9, 0.95)}   →   {"lr": 0.1, "betas": {"!": "tuple", "of": [0.9, 0.95]}}
+
+Learning rates, schedulers, generators, positions in data: numbers, strings, containers of them, and
+small tensors and arrays, which are kept to the bit. A pickle could hold anything, and reading one
+runs whatever it names; what has no form here is refused where it is saved, by its place and type.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fxzero.errors import CheckpointError
+
+_TAG = "!"
+_PLAIN = (type(None), bool, int, float, str)
+_MAPPINGS: dict[str, Callable[..., Any]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+}
+_SEQUENCES: dict[str, Callable[..., Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+}
+
+
+def encode(value: Any, where: str) -> Any:
+    """A value as what JSON can hold.
+
+    Args:
+        value: see above.
+        where: what it is, for messages: ``"scheduler"``.
+
+    Raises:
+        CheckpointError: something in it is of another type.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is list:
+        return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if kind is dict and _TAG not in value and all(type(key) is str for key in value):
+        return {key: encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if kind in _MAPPINGS.values():
+        items = [
+            [encode(key, f"{where}'s key {key!r}"), encode(item, f"{where}[{key!r}]")]
+            for key, item in value.items()
+        ]
+        return {_TAG: kind.__name__, "of": items}
+    if kind in _SEQUENCES.values() or kind is torch.Size:
+        items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return {_TAG: "tuple" if kind is torch.Size else kind.__name__, "of": items}
+    if kind in (bytes, bytearray):
+        return {_TAG: kind.__name__, "of": _text(bytes(value))}
+    if kind is torch.dtype:
+        return {_TAG: "dtype", "of": _name(value)}
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        array = np.asarray(value)
+        form = "array" if isinstance(value, np.ndarray) else "scalar"
+        data = _text(np.ascontiguousarray(array).tobytes())
+        return {_TAG: form, "dtype": array.dtype.str, "shape": list(array.shape), "of": data}
+    if kind is Tensor and value.layout is torch.strided:
+        data = _text(_bytes_of(value))
+        return {_TAG: "tensor", "dtype": _name(value.dtype), "shape": list(value.shape), "of": data}
+    raise CheckpointError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold "
+        "without a pickle, and reading one runs code. Let state_dict() return numbers, strings, "
+        "containers of them, arrays and tensors."
+    )
+
+
+def decode(value: Any) -> Any:
+    """The value that was encoded.
+
+    Raises:
+        CheckpointError: it is not what `encode` writes.
+    """
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: decode(item) for key, item in value.items()}
+    try:
+        return _untagged(value)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"a value that nobody writes: {str(value)[:200]} ({error})"
+        ) from error
+
+
+def _untagged(value: Mapping[str, Any]) -> Any:
+    kind, content = value[_TAG], value["of"]
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind]({decode(key): decode(item) for key, item in content})
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](decode(item) for item in content)
+    if kind == "dtype":
+        return _dtype(content)
+    data = base64.b64decode(content, validate=True)
+    if kind == "bytes":
+        return data
+    if kind == "bytearray":
+        return bytearray(data)
+    if kind == "tensor":
+        flat = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)]
+        return flat.view(_dtype(value["dtype"])).reshape(value["shape"])
+    dtype = np.dtype(value["dtype"])
+    if dtype.kind not in "biufc":
+        raise ValueError(f"dtype {dtype}")
+    array = np.frombuffer(data, dtype).reshape(value["shape"]).copy()
+    return {"array": array, "scalar": array[()]}[kind]
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name} is no dtype")
+    return found
