@@ -10,6 +10,7 @@ runs whatever it names; what has no form here is refused where it is saved, by i
 from __future__ import annotations
 
 import base64
+import json
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -43,34 +44,48 @@ def encode(value: Any, where: str) -> Any:
         where: what it is, for messages: ``"scheduler"``.
 
     Raises:
-        CheckpointError: something in it is of another type.
+        CheckpointError: something in it is of another type, or it holds itself.
     """
+    try:
+        return _encode(value, where)
+    except RecursionError:
+        raise CheckpointError(
+            f"{where} holds itself, or is nested too deep for a checkpoint. Let state_dict() return "
+            "what is needed to make it again."
+        ) from None
+
+
+def _encode(value: Any, where: str) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value
     if kind is list:
-        return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [_encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if kind is dict and _TAG not in value and all(type(key) is str for key in value):
-        return {key: encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return {key: _encode(item, f"{where}[{key!r}]") for key, item in value.items()}
     if kind in _MAPPINGS.values():
         items = [
-            [encode(key, f"{where}'s key {key!r}"), encode(item, f"{where}[{key!r}]")]
+            [_encode(key, f"{where}'s key {key!r}"), _encode(item, f"{where}[{key!r}]")]
             for key, item in value.items()
         ]
         return {_TAG: kind.__name__, "of": items}
     if kind in _SEQUENCES.values() or kind is torch.Size:
-        items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        items = [_encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        if kind in (set, frozenset):  # equal ones are written alike
+            items.sort(key=json.dumps)
+        if kind is deque:
+            return {_TAG: "deque", "of": items, "maxlen": value.maxlen}
         return {_TAG: "tuple" if kind is torch.Size else kind.__name__, "of": items}
     if kind in (bytes, bytearray):
         return {_TAG: kind.__name__, "of": _text(bytes(value))}
     if kind is torch.dtype:
         return {_TAG: "dtype", "of": _name(value)}
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+    if (kind is np.ndarray or isinstance(value, np.generic)) and value.dtype.kind in "biufc":
         array = np.asarray(value)
-        form = "array" if isinstance(value, np.ndarray) else "scalar"
+        form = "array" if kind is np.ndarray else "scalar"
         data = _text(np.ascontiguousarray(array).tobytes())
         return {_TAG: form, "dtype": array.dtype.str, "shape": list(array.shape), "of": data}
-    if kind is Tensor and value.layout is torch.strided:
+    if kind is Tensor and _is_plain(value):
         data = _text(_bytes_of(value))
         return {_TAG: "tensor", "dtype": _name(value.dtype), "shape": list(value.shape), "of": data}
     raise CheckpointError(
@@ -86,26 +101,32 @@ def decode(value: Any) -> Any:
     Raises:
         CheckpointError: it is not what `encode` writes.
     """
-    if isinstance(value, list):
-        return [decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if _TAG not in value:
-        return {key: decode(item) for key, item in value.items()}
     try:
-        return _untagged(value)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return _decode(value)
+    except Exception as error:  # of torch, of NumPy, of deep nesting: whatever hostile bytes meet
         raise CheckpointError(
             f"a value that nobody writes: {str(value)[:200]} ({error})"
         ) from error
 
 
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: _decode(item) for key, item in value.items()}
+    return _untagged(value)
+
+
 def _untagged(value: Mapping[str, Any]) -> Any:
     kind, content = value[_TAG], value["of"]
     if kind in _MAPPINGS:
-        return _MAPPINGS[kind]({decode(key): decode(item) for key, item in content})
+        return _MAPPINGS[kind]({_decode(key): _decode(item) for key, item in content})
+    if kind == "deque":
+        return deque((_decode(item) for item in content), value["maxlen"])
     if kind in _SEQUENCES:
-        return _SEQUENCES[kind](decode(item) for item in content)
+        return _SEQUENCES[kind](_decode(item) for item in content)
     if kind == "dtype":
         return _dtype(content)
     data = base64.b64decode(content, validate=True)
@@ -124,8 +145,13 @@ def _untagged(value: Mapping[str, Any]) -> Any:
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is its dtype, its shape and its bytes."""
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
 
 
 def _text(data: bytes) -> str:
