@@ -74,6 +74,7 @@ class RunLog:
         self.output = output
         self.settings = settings
         self.num_steps = settings.trainer.steps
+        self._is_broken = False
 
     def __enter__(self) -> RunLog:
         OmegaConf.save(OmegaConf.structured(self.settings), self.output / "config.yaml")
@@ -94,15 +95,27 @@ class RunLog:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
-        self._tensorboard.close()
-        self._jsonl.close()
+        for file in (self._tensorboard, self._jsonl):
+            try:
+                file.close()
+            except OSError as error:
+                self._warn(error)
 
     def record(self, step: int, **values: float) -> None:
-        """Write the numbers that belong to the end of a step."""
-        self._jsonl.write(json.dumps({"step": step, **values}) + "\n")
-        self._jsonl.flush()
-        for name, value in values.items():
-            self._tensorboard.add_scalar(name, value, step)
+        """Write the numbers that belong to the end of a step. A disk that takes none is said once:
+        training does not end over its log."""
+        try:
+            self._jsonl.write(json.dumps({"step": step, **values}) + "\n")
+            self._jsonl.flush()
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+        except OSError as error:
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._is_broken:
+            self.say(f"the log in {self.output} cannot be written ({error}); training goes on")
+        self._is_broken = True
 
     def step(self, step: int, numbers: StepNumbers) -> None:
         """Record a training step, and show it."""
@@ -112,7 +125,10 @@ class RunLog:
 
     def sample(self, text: str) -> None:
         """Keep a generated text, and show it."""
-        (self.output / "sample.txt").write_text(text, encoding="utf-8")
+        try:
+            (self.output / "sample.txt").write_text(text, encoding="utf-8")
+        except OSError as error:
+            self._warn(error)
         self.say(text)
 
     def say(self, text: str) -> None:

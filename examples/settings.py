@@ -85,6 +85,37 @@ class MeshSettings:
 
 
 @dataclass
+class CheckpointSettings:
+    """What is saved of a run, and where."""
+
+    dir: str | None
+    """A folder that all hosts share; null saves nothing. Jobs of a sweep have folders in it."""
+    every: int
+    """Steps between two; the end is always saved, and so is SIGTERM, SIGUSR1 or SIGINT."""
+    keep: int | None
+    """How many of the last ones stay; null deletes none."""
+    keep_every: int | None
+    """Checkpoints of steps that this divides stay for good."""
+    asynchronous: bool
+    """Write while training goes on."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number of steps or checkpoints."""
+        for name in ("every", "keep", "keep_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SettingsError(f"checkpoint.{name}={value} must be 1 or more")
+
+
+class Resume(Enum):
+    """Whether a run goes on from a checkpoint."""
+
+    auto = "auto"
+    must = "must"
+    never = "never"
+
+
+@dataclass
 class TrainerSettings:
     """The loop."""
 
@@ -152,6 +183,9 @@ class Settings:
     """`_target_` names a torch optimizer, other keys are its arguments."""
     precision: PrecisionSettings
     trainer: TrainerSettings
+    checkpoint: CheckpointSettings
+    resume: Resume
+    """Whether to go on from what `checkpoint.dir` has."""
     fxzero: dict[str, Any]
     """The compiler's settings, as `torch.compile(..., options=...)` takes them."""
 
@@ -172,6 +206,10 @@ class Settings:
                 raise SettingsError(f"{group}._target_ must name what makes it: {group}=NAME")
         if self.compiler() != Config() and not self.trainer.compile:
             raise SettingsError("fxzero's settings have no effect under trainer.compile=false")
+        if self.checkpoint.dir is None and self.resume is not Resume.auto:
+            raise SettingsError(
+                f"resume={self.resume.value} has no effect without checkpoint.dir=FOLDER"
+            )
         if self.mesh.pipeline == 1 and self.schedule is not None:
             raise SettingsError(
                 f"schedule={self.schedule} orders the stages of a pipeline, and mesh.pipeline=1: "

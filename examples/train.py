@@ -4,6 +4,8 @@
     torchrun --standalone --nproc-per-node 2 examples/train.py -m zero=0,1,2,3
     torchrun --standalone --nproc-per-node 2 examples/train.py \
         mesh=pipeline2 schedule=1f1b trainer.micro_batches=4
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train.py \
+        checkpoint.dir=checkpoints checkpoint.every=50
     python examples/train.py data=text data.path=book.txt model=gpt_lite optimizer.lr=6e-4
 
 Two lines are fxzero's: `fxzero.shard`, and `fxzero.compile_step` or ``backend="fxzero"``.
@@ -39,6 +41,7 @@ from torch.optim.lr_scheduler import LambdaLR
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where `examples` lies
 
 import fxzero
+from examples.checkpoints import folder_of_job, open_checkpoints
 from examples.data import Batches, file_text, split, stdlib_text
 from examples.failures import SettingsError
 from examples.logs import RunLog, StepNumbers, open_log
@@ -79,21 +82,30 @@ def train(settings: Settings, output: Path) -> float:
     optimizer = make_optimizer(model, settings)
     schedule = make_schedule(optimizer, trainer)
     run_step = make_step(model, optimizer, schedule, settings)
+    state = (
+        fxzero.TrainState(run_step)
+        if isinstance(run_step, fxzero.TrainStep)
+        else fxzero.TrainState(model, optimizer, scheduler=schedule)
+    )
     train_batches, val_batches = make_batches(settings, model.config.block_size)
     tokens_per_step = trainer.batch_size * model.config.block_size
 
-    with open_log(output, settings) as log:
-        since = Mark.at(0, model)
-        if trainer.compile and trainer.steps:
+    with (
+        open_log(output, settings) as log,
+        open_checkpoints(state, settings.checkpoint, log) as checkpoints,
+    ):
+        trained = checkpoints.resume(settings.resume)
+        since = Mark.at(trained, model)
+        if trainer.compile and trained < trainer.steps:
             log.say("compiling the step: about a minute, and less when caches on disk are warm")
-        for step in range(1, trainer.steps + 1):
+        for step in range(trained + 1, trainer.steps + 1):
             done = run_step(*to_device(train_batches[step], model))
 
-            if step == 1:
+            if step == trained + 1:
                 first_step_s = time.perf_counter() - since.time
                 log.record(step, first_step_s=first_step_s)
                 log.say(f"the first step is done, after {first_step_s:.1f} s")
-            if step == 1 or step % trainer.log_every == 0 or step == trainer.steps:
+            if step == trained + 1 or step % trainer.log_every == 0 or step == trainer.steps:
                 mean_loss = mean_over_ranks(done.loss)
                 now = Mark.at(step, model)
                 numbers = StepNumbers(
@@ -111,7 +123,10 @@ def train(settings: Settings, output: Path) -> float:
                 log.record(step, val_loss=val_loss)
                 log.say(f"after {step} steps: validation loss {val_loss:.3f}")
                 since = Mark.at(step, model)
+            if checkpoints.after_step(step):
+                return math.nan
 
+        checkpoints.finish(max(trained, trainer.steps))
         return finish(model, train_batches, val_batches, settings, log)
 
 
@@ -403,6 +418,7 @@ def main(cfg: DictConfig) -> float:
     """What Hydra calls, on rank 0, for each job of the command line."""
     output = Path(HydraConfig.get().runtime.output_dir)
     settings = Settings.of(cfg)
+    settings.checkpoint = folder_of_job(settings.checkpoint)
     check(settings, world_size())
     return run_on_all_ranks(job, settings, output)
 

@@ -11,9 +11,9 @@ folder          what is in a folder, and how a checkpoint appears in it
 writer, reader  files of torch.distributed.checkpoint, hashed and checked
 """
 
-from fxzero.checkpoint.keeper import Checkpoints, Resume
+from fxzero.checkpoint.keeper import SIGNALS, Checkpoints, Resume
 from fxzero.checkpoint.loading import Loaded, load
 from fxzero.checkpoint.saving import Saving, save
 from fxzero.checkpoint.state import TrainState
 
-__all__ = ["Checkpoints", "Loaded", "Resume", "Saving", "TrainState", "load", "save"]
+__all__ = ["SIGNALS", "Checkpoints", "Loaded", "Resume", "Saving", "TrainState", "load", "save"]

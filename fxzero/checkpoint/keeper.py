@@ -38,6 +38,7 @@ from fxzero.errors import CheckpointError, ConfigError, FxZeroWarning, nearest
 log = logging.getLogger("fxzero")
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""What tells a run to save and stop: launchers and schedulers send one of them before the end."""
 
 
 class Resume(StrEnum):

@@ -50,8 +50,8 @@ def encode(value: Any, where: str) -> Any:
         return _encode(value, where)
     except RecursionError:
         raise CheckpointError(
-            f"{where} holds itself, or is nested too deep for a checkpoint. Let state_dict() return "
-            "what is needed to make it again."
+            f"{where} holds itself, or is nested too deep for a checkpoint. Let state_dict() "
+            "return what is needed to make it again."
         ) from None
 
 
