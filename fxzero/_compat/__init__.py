@@ -165,6 +165,7 @@ from fxzero._compat.optimizers import (
 )
 from fxzero._compat.partition import extract_forward_backward, set_side
 from fxzero._compat.process_groups import (
+    attempt,
     default_store,
     gloo_groups,
     init_fake_process_group,
@@ -183,6 +184,7 @@ __all__ = [
     "aot_compile",
     "arguments_of",
     "as_it_is",
+    "attempt",
     "backward_keeps_graph",
     "backward_number",
     "below_autograd",

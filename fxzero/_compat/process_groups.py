@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +51,7 @@ def default_store() -> Any:
     """The key-value store of the default process group; None without other processes."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return None
-    return dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(attempt(), dist.distributed_c10d._get_default_store())
 
 
 def private_store() -> Any:
@@ -61,6 +62,13 @@ def private_store() -> Any:
     store = default_store()
     clone = getattr(store, "clone", None)
     return clone() if clone is not None else store
+
+
+def attempt() -> str:
+    """What tells a run from those before it that torchrun has restarted: what they have left in its
+    store, which lives on, must not be read. (torch 2.13's `rendezvous` takes it for a new one.)"""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"fxzero attempt {restarts} of {os.environ.get('WORLD_SIZE', '1')}"
 
 
 def gloo_groups() -> list[dist.ProcessGroup]:

@@ -7,14 +7,17 @@ are sharded along the second axis and replicated along the first, the order that
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fxzero._compat import resolve_process_group
+from fxzero._compat import attempt, resolve_process_group
 from fxzero.errors import ShardingError
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -76,14 +79,26 @@ def init_distributed(
             f"(found {found}). Start with torchrun, which sets all of them."
         )
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    backend, device = "gloo", None
     if device_type == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl" if from_host else "nccl"
-        dist.init_process_group(backend, device_id=torch.device("cuda", local_rank))
-    else:
-        dist.init_process_group("gloo")
+        device = torch.device("cuda", local_rank)
+    store, rank, size = next(dist.rendezvous("env://"))
+    store.set_timeout(default_pg_timeout)
+    # Addresses of ranks that torchrun has restarted are still in its store.
+    store = dist.PrefixStore(attempt(), store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
+    atexit.register(_leave)
     return dist.group.WORLD
+
+
+def _leave() -> None:
+    """Leave the group that was joined here at the end of a script that has not failed: gloo's
+    threads abort some clean exits otherwise."""
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
 
 
 def resolve_mesh(
