@@ -51,7 +51,7 @@ def default_store() -> Any:
     """The key-value store of the default process group; None without other processes."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return None
-    return dist.PrefixStore(attempt(), dist.distributed_c10d._get_default_store())
+    return dist.distributed_c10d.PrefixStore(attempt(), dist.distributed_c10d._get_default_store())
 
 
 def private_store() -> Any:

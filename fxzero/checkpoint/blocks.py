@@ -124,7 +124,7 @@ class CheckedFile(io.RawIOBase):
 class Part(io.RawIOBase):
     """A stretch of a file, as a file of its own."""
 
-    def __init__(self, file: CheckedFile, begin: int, num_bytes: int) -> None:
+    def __init__(self, file: CheckedFile | io.FileIO, begin: int, num_bytes: int) -> None:
         self._file = file
         self._begin = begin
         self._size = num_bytes
@@ -152,6 +152,6 @@ class Part(io.RawIOBase):
         into = memoryview(buffer).cast("B")
         into = into[: max(self._size - self._at, 0)]
         self._file.seek(self._begin + self._at)
-        count = self._file.readinto(into)
+        count = self._file.readinto(into) or 0
         self._at += count
         return count

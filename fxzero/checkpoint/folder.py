@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,13 +137,21 @@ def sync_folder(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file, to the disk."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a file, to the disk.
+
+    Raises:
+        CheckpointError: the disk is full, or fails.
+    """
+    try:
+        with open(path, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
 
 
+_PATIENCE_S = 5.0
 _held: dict[Path, int] = {}
 """Locks of this process, by folder."""
 
@@ -154,11 +163,11 @@ def lock(folder: Path) -> None:
         CheckpointError: another job writes to it.
     """
     real = folder.resolve()
-    if real in _held:
+    if _is_held(real):
         return
     handle = os.open(real / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which no child process inherits
+        _claim(handle)
     except OSError as error:
         who = os.pread(handle, 200, 0).decode(errors="replace").strip()
         os.close(handle)
@@ -172,6 +181,35 @@ def lock(folder: Path) -> None:
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     _held[real] = handle
+
+
+def _claim(handle: int) -> None:
+    """Lock an open file. Workers that a killed process has forked hold its lock a little longer.
+
+    Raises:
+        OSError: somebody has locked it.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
+def _is_held(real: Path) -> bool:
+    """Whether this process has locked what is now at a path."""
+    handle = _held.get(real)
+    if handle is None:
+        return False
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(handle), os.stat(real / ".lock")):
+            return True
+    os.close(_held.pop(real))  # the folder was deleted, and is another now
+    return False
 
 
 def unlock(folder: Path) -> None:

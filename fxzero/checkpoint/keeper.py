@@ -33,7 +33,7 @@ from fxzero.checkpoint.loading import Loaded, load
 from fxzero.checkpoint.ranks import all_ranks
 from fxzero.checkpoint.saving import Saving, save, wait_for_running
 from fxzero.checkpoint.state import TrainState
-from fxzero.errors import CheckpointError, ConfigError, FxZeroWarning, nearest
+from fxzero.errors import CheckpointError, ConfigError, FxZeroWarning, HostMemoryError, nearest
 
 log = logging.getLogger("fxzero")
 
@@ -195,7 +195,9 @@ class Checkpoints:
             CheckpointError: it could not be written.
         """
         if self._saved_step != step:
-            save(self.state, self.folder, step=step, **self._settings).wait()
+            with _as_warning():  # of the one before
+                wait_for_running()
+            self.saving = save(self.state, self.folder, step=step, **self._settings)
             self._saved_step = step
         wait_for_running()
 
@@ -255,5 +257,5 @@ def _as_warning() -> Iterator[None]:
     """Say what went wrong with a checkpoint, and go on."""
     try:
         yield
-    except CheckpointError as error:
+    except (CheckpointError, HostMemoryError) as error:
         warnings.warn(f"{error}\nTraining goes on.", FxZeroWarning, stacklevel=5)

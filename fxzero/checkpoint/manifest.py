@@ -36,6 +36,11 @@ class FileRecord:
     bytes: int
     blocks: tuple[str, ...]
 
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks so many bytes are."""
+        return -(-self.bytes // BLOCK_BYTES)
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -78,13 +83,15 @@ class Manifest:
                 for name, record in content.pop("files").items()
             }
             manifest = cls(**content, files=files)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} is not whole ({type(error).__name__}: {error})"
             ) from error
         if written_hash != _hash({"format": _FORMAT, **asdict(manifest)}):
             raise CheckpointError(f"{path} was changed since it was written: its hash is another")
-        for name in files:
+        for name, record in files.items():
+            if type(record.bytes) is not int or len(record.blocks) != record.num_blocks:
+                raise CheckpointError(f"{path} is not whole: {len(record.blocks)} hashes of {name}")
             if not _FILE_NAME.fullmatch(name) or name in (".", ".."):
                 raise CheckpointError(f"{path} names a file {name!r} that is not in its folder")
         return manifest

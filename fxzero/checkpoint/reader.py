@@ -8,13 +8,11 @@ checkpoint's metadata say too, and ours are dense: the bytes are read past the p
     __0_0.distcp    h.0.attn.weight, rows 0 to 15   ──►  the rows that this rank has of it now
 
 Checkpoints of others (FSDP2's, of `dcp.save`) have no manifest: theirs are read by torch's own
-restricted unpickler (`torch.load(weights_only=True)`), and only its archives' checksums say whether
-a byte has changed.
+restricted unpickler (`torch.load(weights_only=True)`), behind a look at the archives' own checksums.
 """
 
 from __future__ import annotations
 
-import os
 import struct
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -164,12 +162,29 @@ class CheckedReader(FileSystemReader):
 
     def _read_others(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """What `dcp.save` has written."""
+        places = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
         try:
+            for place in places.values():
+                with open(self.folder / place.relative_path, "rb", buffering=0) as file:
+                    _check_archive(Part(file, place.offset, place.length), Path(file.name))
             super().read_data(plan, planner)
         except CheckpointError:
             raise
         except Exception as error:  # whatever its archives and torch's unpickler meet
             raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
+
+
+def _check_archive(part: Part, path: Path) -> None:
+    """Compare an archive's entries with the checksums that are beside them: torch does not."""
+    try:
+        with zipfile.ZipFile(part) as archive:
+            wrong = archive.testzip()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise CheckpointError(f"{path} holds no tensor where one should be ({error})") from error
+    if wrong is not None:
+        raise CheckpointError(
+            f"{path} was changed since it was written: {wrong} has another checksum"
+        )
 
 
 def _read_tensor(part: Part, target: Tensor, path: Path) -> None:
@@ -212,8 +227,3 @@ class IntoCopies(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         """Nothing that is pickled is ever asked for."""
         assert read_item.type is not LoadItemType.BYTE_IO, read_item
-
-
-def is_of_others(path: Path) -> bool:
-    """Whether a folder is a checkpoint that `dcp.save` has written by itself."""
-    return os.path.exists(path / METADATA)

@@ -20,7 +20,6 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -44,9 +43,10 @@ from fxzero.checkpoint.folder import (
 from fxzero.checkpoint.manifest import NAME, VALUES, FileRecord, Manifest, hash_blocks
 from fxzero.checkpoint.ranks import Ranks, all_ranks
 from fxzero.checkpoint.staging import local_part
-from fxzero.checkpoint.state import TrainState, flat
+from fxzero.checkpoint.state import RNG, TrainState, flat
 from fxzero.checkpoint.writer import CopiesPlanner, HashingWriter
-from fxzero.errors import CheckpointError
+from fxzero.errors import CheckpointError, FxZeroError
+from fxzero.ranks.lost import explained
 from fxzero.sharding.shard import model_state
 
 log = logging.getLogger("fxzero")
@@ -68,6 +68,8 @@ class Saving:
         self.held_s = 0.0
         self._outcome: Future[Path] = Future()
         self._thread: threading.Thread | None = None
+        self._is_told = False
+        """Whether somebody has waited for it, and knows how it ended."""
 
     def done(self) -> bool:
         """Whether it is written, or has failed."""
@@ -84,12 +86,14 @@ class Saving:
         """
         if self._thread is not None:
             self._thread.join()
+        self._is_told = True
         return self._outcome.result()
 
     def _run(self, job: _Job) -> None:
         try:
             path = job.run()
-        except BaseException as error:  # whoever waits gets it
+        except BaseException as met:  # whoever waits gets it
+            error = explained(met)
             self._outcome.set_exception(error)
             log.warning("checkpoint %d was not written: %s", self.step, error)
         else:
@@ -141,8 +145,11 @@ def save(
     job = _Job(state, ranks, Path(folder), step, keep, keep_every)
     try:
         job.take(state, copy=asynchronous)
-    except Exception as error:  # the others are told: they must not wait for this rank
+    except FxZeroError as error:  # the others are told: they must not wait for this rank
         job.error = error
+    except Exception as error:
+        job.error = CheckpointError(f"a state_dict() has failed: {type(error).__name__}: {error}")
+        job.error.__cause__ = error
     saving = Saving(step)
     if asynchronous:
         saving._thread = threading.Thread(
@@ -162,10 +169,14 @@ def wait_for_running() -> None:
     """Wait for the save that is under way.
 
     Raises:
-        CheckpointError: it could not be written.
+        CheckpointError: it could not be written, and nobody knows yet.
     """
     while _running:
-        _running.pop().wait()
+        saving = _running.pop()
+        if saving._is_told:
+            assert saving.done()
+        else:
+            saving.wait()
 
 
 class _Job:
@@ -349,11 +360,12 @@ def _write_alone(state: dict[str, Any], writer: HashingWriter, planner: CopiesPl
 
 
 def _by_part(ranks: list[dict[str, str]]) -> dict[str, Any]:
-    """Values by part: ``{"all": …}`` where all ranks have the same, else ``{"ranks": [...]}``."""
+    """Values by part: ``{"all": …}`` where all ranks have the same, else ``{"ranks": [...]}``.
+    Generators are each rank's own, of a single rank too: in a larger world others must differ."""
     found: dict[str, Any] = {}
     for name in dict.fromkeys(name for values in ranks for name in values):
         texts = [values.get(name) for values in ranks]
-        if len(set(texts)) == 1:
+        if len(set(texts)) == 1 and name != RNG:
             found[name] = {"all": json.loads(texts[0] or "null")}
         else:
             found[name] = {"ranks": [json.loads(text or "null") for text in texts]}
@@ -377,13 +389,3 @@ def _hash(tensor: Tensor) -> str:
     flat_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     about = f"{tensor.dtype} {list(tensor.shape)}".encode()
     return hashlib.sha256(about + flat_bytes.numpy().tobytes()).hexdigest()
-
-
-def names_of_ranks(metadata: Mapping[str, Any]) -> dict[str, dict[int, str]]:
-    """Tensors that each rank has for itself: by name, their names in files by rank."""
-    found: dict[str, dict[int, str]] = {}
-    for full in metadata:
-        if full.startswith("ranks."):
-            _, rank, name = full.split(".", 2)
-            found.setdefault(name, {})[int(rank)] = full
-    return found

@@ -18,10 +18,13 @@ from fxzero.checkpoint.values import decode, encode
 from fxzero.errors import CheckpointError, nearest
 from fxzero.runtime.delayed import use_gradients
 
+RNG = "rng"
+KINDS = "kinds"
+"""The classes of the run's parts."""
 GROUPS = "optimizer.param_groups"
 STATE_VALUES = "optimizer.state"
 MODEL_VALUES = "model"
-_OWN_NAMES = ("model", "optimizer", "scheduler", "loader", "rng", "loss_scale", "step")
+_OWN_NAMES = ("model", "optimizer", "loss_scale", RNG, KINDS, GROUPS, STATE_VALUES, "ranks")
 
 
 @runtime_checkable
@@ -109,7 +112,7 @@ class TrainState:
                 )
             self.parts[name] = part
         if rng:
-            self.parts["rng"] = RandomState()
+            self.parts[RNG] = RandomState()
 
     def tensors(self) -> dict[str, Any]:
         """The model's and the optimizer's tensors, as `fxzero.checkpoint.by_name` has them, each
@@ -138,6 +141,13 @@ class TrainState:
             _refuse_layout(name, tensor)
         return state
 
+    def kinds(self) -> dict[str, str]:
+        """The class of each part, and of the optimizer, by name."""
+        kinds = {name: type(part).__name__ for name, part in self.parts.items()}
+        if self.optimizer is not None:
+            kinds["optimizer"] = type(self.optimizer).__name__
+        return kinds
+
     def values(self) -> dict[str, str]:
         """All else, by part, each as JSON.
 
@@ -145,6 +155,7 @@ class TrainState:
             CheckpointError: something that JSON cannot hold.
         """
         found = {name: encode(part.state_dict(), name) for name, part in self.parts.items()}
+        found[KINDS] = self.kinds()
         model = by_name.model_state(self.model)
         extra = {name: value for name, value in model.items() if not isinstance(value, Tensor)}
         if extra:
@@ -174,6 +185,7 @@ class TrainState:
         )
         state["model"].update(values.pop(MODEL_VALUES, {}))
         values.pop(GROUPS, None)
+        values.pop(KINDS)
         for name, rest in values.pop(STATE_VALUES, {}).items():
             state["optimizer"]["state"][name].update(rest)
         return {**state, **values}
@@ -191,10 +203,26 @@ class TrainState:
                 f"the state to load has {sorted(state)}, and {sorted(wanted)} were asked for: "
                 f"{nearest(wrong[0], wanted | set(state))}"
             )
+        self._compare(state["model"])
         optimizer = None
         if self.optimizer is not None:
             optimizer = by_name.counted_state(self.model, self.optimizer, state["optimizer"])
         self.apply(state["model"], optimizer, {name: state[name] for name in self.parts})
+
+    def _compare(self, model: Mapping[str, Any]) -> None:
+        """See that a state dict of a model fits this one."""
+        here = by_name.model_state(self.model)
+        wrong = [f"{name} is not in both" for name in sorted(here.keys() ^ model.keys())]
+        wrong += [
+            f"{name} is {list(here[name].shape)} here and {list(value.shape)} there"
+            for name, value in model.items()
+            if isinstance(value, Tensor) and name in here and here[name].shape != value.shape
+        ]
+        if wrong:
+            raise CheckpointError(
+                f"the state to load is of another model: {'; '.join(wrong[:4])} ({len(wrong)} "
+                "differences). Build the model that was saved."
+            )
 
     def apply(
         self,

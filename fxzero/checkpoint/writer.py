@@ -40,7 +40,10 @@ class HashedFile(io.RawIOBase):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.error: OSError | None = None
-        self._file = open(path, "wb", buffering=1 << 20)  # noqa: SIM115 - see finish
+        try:
+            self._file = open(path, "wb", buffering=1 << 20)  # noqa: SIM115 - see finish
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
         self._size = 0
         self._blocks: list[str] = []
         self._hash = hashlib.sha256()

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from fxzero._compat import attempt, resolve_process_group
 from fxzero.errors import ShardingError
@@ -85,10 +87,10 @@ def init_distributed(
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl" if from_host else "nccl"
         device = torch.device("cuda", local_rank)
-    store, rank, size = next(dist.rendezvous("env://"))
+    store, rank, size = next(rendezvous("env://"))
     store.set_timeout(default_pg_timeout)
     # Addresses of ranks that torchrun has restarted are still in its store.
-    store = dist.PrefixStore(attempt(), store)
+    store = PrefixStore(attempt(), store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
     atexit.register(_leave)
     return dist.group.WORLD

@@ -1,0 +1,482 @@
+"""One checkpoint: whether it is whole and of this run, and what this rank reads of it.
+
+of the manifest   files, their lengths and hashes
+.metadata         which tensors there are           ──► compared with the model's, and the
+values.json       groups, scheduler, generators, …      optimizer's
+read()            copies of all that this rank needs, checked
+apply()           the run goes on from them
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from fxzero._compat import dtensor_like
+from fxzero.checkpoint import by_name
+from fxzero.checkpoint.folder import PUBLISHED, read_manifest
+from fxzero.checkpoint.foreign import prefix_of_model, prefix_of_optimizer
+from fxzero.checkpoint.manifest import METADATA, NAME, VALUES, Manifest
+from fxzero.checkpoint.ranks import Ranks
+from fxzero.checkpoint.reader import CheckedReader, IntoCopies
+from fxzero.checkpoint.staging import local_part
+from fxzero.checkpoint.state import GROUPS, KINDS, MODEL_VALUES, RNG, STATE_VALUES, TrainState
+from fxzero.checkpoint.values import decode
+from fxzero.errors import CheckpointError, nearest
+
+log = logging.getLogger("fxzero")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_OF_OWN = "ranks."
+"""What is before the names of tensors that each rank has for itself: ``ranks.1.model.…``."""
+
+
+class NotWholeError(CheckpointError):
+    """A checkpoint of which something is missing or was changed: the one before may be whole."""
+
+
+class Found:
+    """See the module.
+
+    Args:
+        path: its folder.
+        state: what it is read for.
+        ranks: all ranks of the job; each makes its own.
+        leave: parts of the run to leave as they are.
+        prefix: what is before the model's names; None finds it.
+
+    Raises:
+        NotWholeError: something is missing, or was changed.
+        CheckpointError: it is of something else.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        state: TrainState,
+        ranks: Ranks,
+        leave: Collection[str],
+        prefix: str | None,
+    ) -> None:
+        self.path = path
+        self.state = state
+        self.ranks = ranks
+        self.leave = set(leave)
+        self.manifest = whole(manifest_of, path)
+        self.step = 0 if self.manifest is None else self.manifest.step
+        self.reader = CheckedReader(path, self.manifest)
+        self.metadata = whole(self.reader.read_metadata)
+        self.saved = self.metadata.state_dict_metadata
+        self.values_by_part: dict[str, Any] = {}
+        self.values = whole(self._read_values)
+        self.of_ranks = names_of_ranks(self.saved)
+        self.left = [f"{name}: as was asked for" for name in sorted(self.leave)]
+        """What stays as it was, each with the reason."""
+        self.has_optimizer = state.optimizer is not None and "optimizer" not in self.leave
+        self.prefix = "model." if prefix is None else prefix
+        self.optimizer_prefix = "optimizer.state."
+        if self.manifest is None:
+            own = by_name.model_state(state.model).items()
+            if prefix is None:
+                names = [name for name, value in own if isinstance(value, Tensor)]
+                self.prefix = prefix_of_model(path, self.saved, names)
+            if self.has_optimizer:
+                assert state.optimizer is not None
+                names = by_name.parameter_names(state.model, state.optimizer)
+                self.optimizer_prefix = prefix_of_optimizer(path, self.saved, names)
+        self.model: dict[str, Tensor] = {}
+        """Templates of the model's tensors, by plain names."""
+        self.optimizer: dict[str, dict[str, Tensor]] = {}
+        """Templates of the optimizer's, by parameter and key."""
+        self.copies: dict[str, Tensor] = {}
+        """What is read, by names in files."""
+        self.parts: dict[str, Any] = {}
+        """States of the run's parts."""
+        self._before: dict[str, Any] = {}
+        self.groups: list[dict[str, Any]] | None = None
+        """The optimizer's groups, by names."""
+
+    def read(self) -> None:
+        """Read and check all that this rank needs, into memory of its own.
+
+        Raises:
+            NotWholeError: something was changed, or is not there.
+            CheckpointError: it is of another model or optimizer, or lacks a part of the run.
+        """
+        self._compare_kinds()
+        self.parts = self._find_parts()
+        self.groups = self._find_groups()
+        tied_apart = self._tied_apart()
+        wanted = {**self._find_model(), **self._find_optimizer(), **tied_apart}
+        self._tell_of_rounding()
+        for name, template in wanted.items():
+            about = self.saved[name]
+            assert isinstance(about, TensorStorageMetadata)
+            dtype = about.properties.dtype
+            self.copies[name] = torch.empty(local_part(template).shape, dtype=dtype)
+        # Each rank reads for itself, and what it meets is compared once: `dcp.load` would gather
+        # every rank's plan at rank 0 first.
+        planner = IntoCopies(self.copies)
+        planner.set_up_planner(wanted, self.metadata, is_coordinator=True)
+        self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+        plan = self.reader.prepare_local_plan(planner.create_local_plan())
+        whole(self.reader.read_data, plan, planner)
+        for name in tied_apart:
+            first = by_name.shared_names(self.state.model)[name.removeprefix(self.prefix)]
+            if not torch.equal(self.copies[name], self.copies[self._name(self.prefix + first)]):
+                raise CheckpointError(
+                    f"{name.removeprefix(self.prefix)} and {first} are one tensor here, and two of "
+                    f"other values in {self.path}. Build the model that was saved."
+                )
+
+    def apply_parts(self) -> None:
+        """Let all but the model and the optimizer go on; `take_back` undoes it.
+
+        Raises:
+            CheckpointError: a part does not take its state: which one, and what it says.
+        """
+        for name, state in self.parts.items():
+            part = self.state.parts[name]
+            self._before[name] = copy.deepcopy(part.state_dict())
+            try:
+                part.load_state_dict(state)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{name} ({type(part).__name__}) does not take the state that {self.path} has "
+                    f"of it: {type(error).__name__}: {error}. Nothing was changed. Leave it as it "
+                    f"is by leave=({name!r},)."
+                ) from error
+
+    def take_back(self) -> None:
+        """Let the parts be as they were."""
+        for name, state in self._before.items():
+            self.state.parts[name].load_state_dict(state)
+
+    def apply(self) -> None:
+        """Let the model and the optimizer go on."""
+        model: dict[str, Any] = {
+            name: _like(self.copies[self._name(self.prefix + name)], template)
+            for name, template in self.model.items()
+        }
+        for name, first in by_name.shared_names(self.state.model).items():
+            if first in model:
+                model[name] = model[first]
+        own = by_name.model_state(self.state.model)
+        model = {name: value for name, value in model.items() if name in own}
+        model.update(self.values.get(MODEL_VALUES, {}))
+        optimizer = None
+        if self.groups is not None:
+            states: dict[str, dict[str, Any]] = {
+                name: {
+                    key: _like(self.copies[self._name(f"{self.optimizer_prefix}{name}.{key}")], t)
+                    for key, t in keys.items()
+                }
+                for name, keys in self.optimizer.items()
+            }
+            for name, rest in self.values.get(STATE_VALUES, {}).items():
+                states.setdefault(name, {}).update(rest)
+            assert self.state.optimizer is not None
+            optimizer = by_name.counted_state(
+                self.state.model,
+                self.state.optimizer,
+                {"state": states, "param_groups": self.groups},
+            )
+        self.state.apply(model, optimizer, {})
+
+    # -- values
+
+    def _read_values(self) -> dict[str, Any]:
+        """What is no tensor, by part: that of this rank."""
+        if self.manifest is None:
+            return {}
+        data = self.reader.read_file(VALUES)
+        try:
+            self.values_by_part = json.loads(data)
+            found = {}
+            for name, value in self.values_by_part.items():
+                if "all" in value:
+                    found[name] = decode(value["all"])
+                elif self.ranks.size == len(value["ranks"]):
+                    found[name] = decode(value["ranks"][self.ranks.rank])
+        except (ValueError, TypeError, KeyError, AttributeError, CheckpointError) as error:
+            raise CheckpointError(
+                f"{self.path / VALUES} is not what a run writes ({type(error).__name__}: {error})"
+            ) from error
+        return found
+
+    def _compare_kinds(self) -> None:
+        """See that the optimizer and the scheduler are what was saved."""
+        saved = self.values.get(KINDS, {})
+        for name, kind in self.state.kinds().items():
+            wanted = name not in self.leave
+            if wanted and saved.get(name, kind) != kind and name in ("optimizer", "scheduler"):
+                raise CheckpointError(
+                    f"the {name} is a {kind} here, and was a {saved[name]} in {self.path}, whose "
+                    f"state means something else. Make the one that was saved, or leave it as it "
+                    f"is by leave=({name!r},)."
+                )
+
+    def _find_parts(self) -> dict[str, Any]:
+        parts: dict[str, Any] = {}
+        for name in self.state.parts:
+            if name in self.leave:
+                continue
+            if name in self.values:
+                parts[name] = self.values[name]
+            elif self.manifest is None:
+                self.left.append(f"{name}: {self.path} has tensors alone")
+            elif name not in self.values_by_part:
+                known = sorted(set(self.values_by_part) - {KINDS, GROUPS, STATE_VALUES})
+                raise CheckpointError(
+                    f"{self.path} has no {name}: it was saved with {', '.join(known) or 'none'}. "
+                    f"Leave it as it is by leave=({name!r},)."
+                )
+            elif name == RNG:
+                parts.update(self._generators())
+            else:
+                count = len(self.values_by_part[name]["ranks"])
+                raise CheckpointError(
+                    f"{name} was another on each of {count} ranks, and there are {self.ranks.size} "
+                    f"now: {self.path} does not say what each should have. Give it a state that is "
+                    f"equal on all ranks, or leave it as it is by leave=({name!r},)."
+                )
+        return parts
+
+    def _generators(self) -> dict[str, Any]:
+        """Generators of a rank that existed then; another one keeps its own."""
+        saved = self.values_by_part[RNG]["ranks"]
+        if self.ranks.rank < len(saved):
+            return {RNG: decode(saved[self.ranks.rank])}
+        self.left.append(f"rng: {self.path} is of {len(saved)} ranks")
+        return {}
+
+    def _find_groups(self) -> list[dict[str, Any]] | None:
+        if not self.has_optimizer:
+            return None
+        assert self.state.optimizer is not None
+        if self.manifest is None:  # others pickle them
+            self.left.append(f"settings of the optimizer: {self.path} has them as a pickle")
+            own = by_name.optimizer_state(self.state.model, self.state.optimizer)
+            groups: list[dict[str, Any]] = own["param_groups"]
+            return groups
+        if GROUPS not in self.values:
+            raise CheckpointError(
+                f"{self.path} was saved without an optimizer. Leave it as it is by "
+                "leave=('optimizer',)."
+            )
+        groups = self.values[GROUPS]
+        # Whether they fit is seen before anything is changed.
+        empty = {"state": {}, "param_groups": groups}
+        by_name.counted_state(self.state.model, self.state.optimizer, empty)
+        return groups
+
+    # -- tensors
+
+    def _name(self, name: str) -> str:
+        """The name in files of a tensor: this rank's own, where each has one."""
+        own = self.of_ranks.get(name)
+        return name if own is None else own.get(self.ranks.rank, next(iter(own.values())))
+
+    def _about(self, name: str) -> TensorStorageMetadata | None:
+        about = self.saved.get(self._name(name))
+        return about if isinstance(about, TensorStorageMetadata) else None
+
+    def _find_model(self) -> dict[str, Tensor]:
+        """Templates of the model's tensors, by names in files.
+
+        Raises:
+            CheckpointError: they are others than those that were saved.
+        """
+        here = by_name.model_state(self.state.model)
+        tensors = {n: t for n, t in here.items() if isinstance(t, Tensor)}
+        saved = {
+            name.removeprefix(self.prefix)
+            for name in [*self.saved, *self.of_ranks]
+            if name.startswith(self.prefix) and not name.startswith(self.optimizer_prefix)
+        }
+        if self.manifest is not None:
+            saved |= set(self.values.get(MODEL_VALUES, {}))
+        wanted = list(here) if self.manifest is not None else list(tensors)
+        missing = [name for name in wanted if name not in saved]
+        unknown = sorted(saved - set(here)) if self.prefix else []
+        wrong = [
+            f"{name} is {list(tensor.shape)} here and {list(about.size)} there"
+            for name, tensor in tensors.items()
+            if (about := self._about(self.prefix + name)) is not None and about.size != tensor.shape
+        ]
+        if missing or unknown or wrong:
+            raise CheckpointError(
+                f"{self.path} is of another model. "
+                + "; ".join(
+                    [
+                        *wrong[:4],
+                        *(f"{n} is not in it ({nearest(n, saved)})" for n in missing[:4]),
+                        *(f"{n} is not in the model" for n in unknown[:4]),
+                    ]
+                )
+                + f": {len(wrong) + len(missing) + len(unknown)} differences. Build the model that "
+                "was saved, or give another folder."
+            )
+        shared = by_name.shared_names(self.state.model)
+        self.model = {name: tensor for name, tensor in tensors.items() if name not in shared}
+        self._refuse_own_of_others()
+        return {self._name(self.prefix + name): tensor for name, tensor in self.model.items()}
+
+    def _tied_apart(self) -> dict[str, Tensor]:
+        """What is one tensor here and was written as two, by the second's name in files."""
+        here = by_name.model_state(self.state.model)
+        return {
+            self.prefix + name: here[name]
+            for name, first in by_name.shared_names(self.state.model).items()
+            if name in here and self._places(name) != self._places(first)
+        }
+
+    def _places(self, name: str) -> list[Any]:
+        """Where the parts of one of the model's tensors are."""
+        full = self.prefix + name
+        about = self._about(full)
+        if about is None:
+            return []
+        indices = [MetadataIndex(full, chunk.offsets) for chunk in about.chunks]
+        found = [self.metadata.storage_data.get(index) for index in indices]
+        return [(place.relative_path, place.offset) for place in found if place is not None]
+
+    def _refuse_own_of_others(self) -> None:
+        """See that each rank finds what it has for itself."""
+        parameters = {by_name.plain_name(n) for n, _ in self.state.model.named_parameters()}
+        for name in self.model:
+            own = self.of_ranks.get(self.prefix + name, {})
+            if not own or len(own) == self.ranks.size:
+                continue
+            if name in parameters:
+                raise CheckpointError(
+                    f"{name} is no shard: each of {len(own)} ranks had its own, and there are "
+                    f"{self.ranks.size} now. Start as many ranks as saved it."
+                )
+            self.left.append(f"{name}: each of {len(own)} ranks had its own; one was taken")
+
+    def _find_optimizer(self) -> dict[str, Tensor]:
+        """Templates of the optimizer's tensors, by names in files."""
+        if not self.has_optimizer:
+            return {}
+        assert self.state.optimizer is not None
+        parameters = {by_name.plain_name(n): p for n, p in self.state.model.named_parameters()}
+        names = set(by_name.parameter_names(self.state.model, self.state.optimizer))
+        wanted: dict[str, Tensor] = {}
+        for full in [*self.saved, *self.of_ranks]:
+            if not full.startswith(self.optimizer_prefix):
+                continue
+            name, _, key = full.removeprefix(self.optimizer_prefix).rpartition(".")
+            about = self._about(full)
+            if name in names and about is not None:
+                known = self.state.optimizer.state.get(parameters[name], {}).get(key)
+                template = _template(parameters[name], known, about, f"{name}.{key}")
+                self.optimizer.setdefault(name, {})[key] = template
+                wanted[self._name(full)] = template
+        return wanted
+
+    def _tell_of_rounding(self) -> None:
+        narrower = [
+            name
+            for name, tensor in self.model.items()
+            if (about := self._about(self.prefix + name)) is not None
+            and _is_narrower(tensor.dtype, about.properties.dtype)
+        ]
+        if narrower:
+            log.warning(
+                "%d tensors were saved in more bits than they have here, and are rounded: %s",
+                len(narrower),
+                ", ".join(narrower[:4]),
+            )
+
+
+def manifest_of(path: Path) -> Manifest | None:
+    """A checkpoint's manifest; None for one that others have written.
+
+    Raises:
+        CheckpointError: it is one of ours, and has none; or is under another number.
+    """
+    match = PUBLISHED.fullmatch(path.name)
+    if match is None and not is_ours(path):
+        return None
+    manifest = read_manifest(path)
+    if match is not None and int(match[1]) != manifest.step:
+        raise CheckpointError(f"{path} is the checkpoint of step {manifest.step}, and was renamed")
+    return manifest
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a folder is a checkpoint that `save` has written, whole or not."""
+    names = (NAME, VALUES)
+    return PUBLISHED.fullmatch(path.name) is not None or any((path / n).exists() for n in names)
+
+
+def is_of_others(path: Path) -> bool:
+    """Whether a folder is a checkpoint that `dcp.save` has written by itself."""
+    return not is_ours(path) and (path / METADATA).exists()
+
+
+def whole(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call what reads and checks; what it meets means that a checkpoint is not whole.
+
+    Raises:
+        NotWholeError: what it has met.
+    """
+    try:
+        return function(*args, **kwargs)
+    except NotWholeError:
+        raise
+    except CheckpointError as error:
+        raise NotWholeError(str(error)) from error
+    except OSError as error:
+        raise NotWholeError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+
+def names_of_ranks(saved: Mapping[str, Any]) -> dict[str, dict[int, str]]:
+    """Tensors that each rank has for itself: by name, their names in files by rank."""
+    found: dict[str, dict[int, str]] = {}
+    for full in saved:
+        if full.startswith(_OF_OWN):
+            _, rank, name = full.split(".", 2)
+            found.setdefault(name, {})[int(rank)] = full
+    return found
+
+
+def _template(parameter: Tensor, known: Any, about: TensorStorageMetadata, name: str) -> Tensor:
+    """What a tensor of a parameter's state lies like: as what there is, as the parameter, or whole
+    on every rank."""
+    if isinstance(known, Tensor) and known.shape == about.size:
+        return known
+    if about.size == parameter.shape and parameter.ndim:
+        return parameter
+    if about.size.numel() > 1 and isinstance(parameter, DTensor):
+        raise CheckpointError(
+            f"{name} has {list(about.size)} and its parameter {list(parameter.shape)}: how it lies "
+            "over the ranks only its optimizer knows. Train a step first, so that it makes its "
+            "state, or leave it as it is by leave=('optimizer',)."
+        )
+    return torch.empty(about.size, dtype=about.properties.dtype)
+
+
+def _like(copied: Tensor, template: Tensor) -> Tensor:
+    """What was read, laid out as what it is read for."""
+    return dtensor_like(copied, template) if isinstance(template, DTensor) else copied
+
+
+def _is_narrower(here: torch.dtype, there: torch.dtype) -> bool:
+    """Whether values of one dtype cannot all be kept in another."""
+    if here == there or not (here.is_floating_point and there.is_floating_point):
+        return here != there
+    a, b = torch.finfo(here), torch.finfo(there)
+    return a.eps > b.eps or a.max < b.max
