@@ -8,7 +8,8 @@ checkpoint's metadata say too, and ours are dense: the bytes are read past the p
     __0_0.distcp    h.0.attn.weight, rows 0 to 15   ──►  the rows that this rank has of it now
 
 Checkpoints of others (FSDP2's, of `dcp.save`) have no manifest: theirs are read by torch's own
-restricted unpickler (`torch.load(weights_only=True)`), behind a look at the archives' own checksums.
+restricted unpickler (`torch.load(weights_only=True)`), behind a look at the archives' own
+checksums.
 """
 
 from __future__ import annotations
