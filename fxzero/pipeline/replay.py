@@ -11,6 +11,7 @@ one rank, and no rank waits for one that waits for it.
 from __future__ import annotations
 
 import csv
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -113,6 +114,13 @@ def waits_of(table: Table) -> nx.DiGraph:
     return graph
 
 
+@functools.lru_cache(maxsize=8)
+def in_order(table: Table) -> tuple[Action, ...]:
+    """A table's actions, each behind what it waits for; found once, as tables are replayed with
+    several costs."""
+    return tuple(nx.topological_sort(waits_of(table)))
+
+
 @dataclass(frozen=True)
 class PipelineReplay:
     """When a table's actions run."""
@@ -189,7 +197,7 @@ def replay_table(
     end_us: dict[Action, float] = {}
     rank_of = table.rank_of
     before = {action: previous for row in table.ranks for previous, action in pairwise(row)}
-    for action in nx.topological_sort(waits_of(table)):
+    for action in in_order(table):
         ready = [end_us[before[action]]] if action in before else [0.0]
         for need in table.needs(action):
             crosses = rank_of[need.stage] != rank_of[action.stage]
