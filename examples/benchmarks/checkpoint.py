@@ -1,0 +1,228 @@
+"""What saving holds training up for, how long it takes, how large it is, and how fast it loads.
+
+    torchrun --standalone --nproc-per-node 2 examples/benchmarks/checkpoint.py --json FILE
+
+A GPT in fp32 with AdamW's state, sharded by ZeRO-3, no step in between. In turns:
+
+    copy         this rank's state to memory that is there: what no asynchronous save can beat
+    fxzero       `fxzero.checkpoint.save`: the call, and until it is on disk, hashed and renamed
+    dcp async    `torch.distributed.checkpoint.async_save`, as it comes
+    dcp          `torch.distributed.checkpoint.save`, as it comes
+    torch.save   each rank's tensors in a file of its own, as DeepSpeed's engine writes its parts
+    read         the files of fxzero's checkpoint, from the disk (what is in memory is dropped)
+    load         `fxzero.checkpoint.load` of them, hashes compared
+    dcp load     `torch.distributed.checkpoint.load` of the same files
+
+Every rank tells its time, and the longest counts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import typer
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # examples is not installed
+
+import fxzero
+from examples.benchmarks.report import machine, table, write_json
+from examples.models import gpt_bench
+from fxzero import checkpoint
+from fxzero.checkpoint.staging import local_part
+from fxzero.checkpoint.state import flat
+
+READ_BYTES = 8 << 20
+
+
+def longest(action: Callable[[], object]) -> float:
+    """Seconds that an action takes on the slowest rank. A collective."""
+    dist.barrier()
+    began = time.perf_counter()
+    action()
+    seconds = torch.tensor(time.perf_counter() - began)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def forget(folder: Path) -> None:
+    """Let the system forget what it has of some files in memory."""
+    dist.barrier()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+    dist.barrier()
+
+
+def read_own(folder: Path) -> None:
+    """Read this rank's file, and nothing else."""
+    buffer = bytearray(READ_BYTES)
+    for path in sorted(folder.glob(f"__{dist.get_rank()}_*.distcp")):
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+class Contenders:
+    """The ways to save and load one state."""
+
+    def __init__(self, state: fxzero.TrainState, folder: Path) -> None:
+        self.state = state
+        self.folder = folder
+        self.parts = {name: local_part(t) for name, t in flat(state.tensors()).items()}
+        self.copies = {name: torch.empty_like(part) for name, part in self.parts.items()}
+        self.times: dict[str, list[float]] = {}
+        self.group = dist.new_group(backend="gloo")
+        """Of DCP's thread: beside it this benchmark's own barriers run."""
+        self.step = 0
+
+    def time(self, name: str, action: Callable[[], object]) -> None:
+        """Time one of them."""
+        self.times.setdefault(name, []).append(longest(action))
+
+    def copy(self) -> None:
+        """Copy this rank's state."""
+        for name, part in self.parts.items():
+            self.copies[name].copy_(part)
+
+    def for_dcp(self) -> dict[str, Any]:
+        """What users of DCP save."""
+        assert self.state.optimizer is not None
+        return {
+            "model": get_model_state_dict(self.state.model),
+            "optimizer": get_optimizer_state_dict(self.state.model, self.state.optimizer),
+        }
+
+    def round(self) -> None:
+        """All of them once."""
+        rank = dist.get_rank()
+        self.step += 1
+        self.time("copy", self.copy)
+        saving: list[checkpoint.Saving] = []
+        ours = self.folder / "fxzero"
+        self.time(
+            "fxzero",
+            lambda: saving.append(checkpoint.save(self.state, ours, step=self.step, keep=1)),
+        )
+        self.time("fxzero, until on disk", lambda: saving[0].wait())
+        theirs = self.folder / "async"
+        futures: list[Any] = []
+        self.time(
+            "dcp async",
+            lambda: futures.append(
+                dcp.async_save(self.for_dcp(), checkpoint_id=theirs, process_group=self.group)
+            ),
+        )
+        self.time("dcp async, until on disk", lambda: futures[0].result())
+        self.time("dcp", lambda: dcp.save(self.for_dcp(), checkpoint_id=self.folder / "dcp"))
+        plain = self.folder / f"plain{rank}.pt"
+
+        def save_plain() -> None:
+            with open(plain, "wb") as file:
+                torch.save(self.parts, file)
+                os.fsync(file.fileno())
+
+        self.time("torch.save", save_plain)
+        newest = checkpoint.folder.published(ours)[-1].path
+        forget(self.folder)
+        self.time("read", lambda: read_own(newest))
+        forget(self.folder)
+        self.time("load", lambda: checkpoint.load(self.state, ours))
+        forget(self.folder)
+        self.time("dcp load", lambda: dcp.load(self.for_dcp(), checkpoint_id=newest))
+        dist.barrier()
+        if rank == 0:
+            self.sizes = {
+                "fxzero": size_of(newest),
+                "dcp": size_of(self.folder / "dcp"),
+                "torch.save": sum(p.stat().st_size for p in self.folder.glob("plain*.pt")),
+            }
+            for name in ("async", "dcp"):
+                shutil.rmtree(self.folder / name)
+        dist.barrier()
+
+
+def main(
+    layers: int = 12,
+    hidden: int = 512,
+    repeats: int = 5,
+    folder: Annotated[Path, typer.Option(help="On the disk to measure.")] = Path("checkpoints"),
+    json: Path | None = None,
+) -> None:
+    """Save and load, in turns."""
+    fxzero.init_distributed()
+    facts = machine("checkpoint.py", "cpu")
+    torch.manual_seed(0)
+    model = fxzero.shard(gpt_bench(num_layers=layers, hidden=hidden, num_heads=8), zero=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    state = fxzero.TrainState(model, optimizer)
+    tensor_bytes = sum(tensor.nbytes for tensor in flat(state.tensors()).values())
+    ours = folder / "run"
+    contenders = Contenders(state, ours)
+    ours.mkdir(parents=True, exist_ok=True)
+    for _ in range(repeats + 1):
+        contenders.round()
+    if dist.get_rank() == 0:
+        shutil.rmtree(ours)
+        # The first of each makes its buffers.
+        times = {name: median(values[1:]) for name, values in contenders.times.items()}
+        bounds = {"fxzero": "copy", "dcp async": "copy", "load": "read", "dcp load": "read"}
+        rows: list[dict[str, Any]] = [
+            {
+                "name": name,
+                "median_s": seconds,
+                "first_s": contenders.times[name][0],
+                "all_s": contenders.times[name][1:],
+                "bytes_per_s": tensor_bytes / seconds,
+                "ratio": seconds / times[bounds[name]] if name in bounds else None,
+                "file_bytes": contenders.sizes.get(name),
+            }
+            for name, seconds in times.items()
+        ]
+        print(
+            table(
+                ["", "s", "first", "GB/s", "of its bound", "files/tensors"],
+                [
+                    [
+                        row["name"],
+                        f"{row['median_s']:.3f}",
+                        f"{row['first_s']:.3f}",
+                        f"{row['bytes_per_s'] / 1e9:.2f}",
+                        "" if row["ratio"] is None else f"{row['ratio']:.2f}",
+                        ""
+                        if row["file_bytes"] is None
+                        else f"{row['file_bytes'] / tensor_bytes:.4f}",
+                    ]
+                    for row in rows
+                ],
+            )
+        )
+        if json is not None:
+            shape = {"num_layers": layers, "hidden": hidden, "ranks": dist.get_world_size()}
+            write_json(json, {**facts, **shape, "tensor_bytes": tensor_bytes}, rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)
