@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fxzero
 from fxzero.checkpoint import folder as folders
+from fxzero.checkpoint import saving
 from fxzero.checkpoint.folder import clear, lock, prune, publish, published, unlock, writing_path
 from fxzero.errors import CheckpointError
 from tests.checkpoint.runs import hidden, make_run, save_now, visible
@@ -115,6 +118,27 @@ def test_the_last_one_published_is_always_the_newest(
         assert published(folder)[-1].path == path
         assert len(published(folder)) == count
     shutil.rmtree(folder)
+
+
+def test_a_relative_folder_is_that_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever changes the directory while a checkpoint is written finds it where it was meant."""
+    (tmp_path / "elsewhere").mkdir()
+    changed, real = threading.Event(), saving._Job.run
+
+    def run(job: saving._Job) -> Path:
+        assert changed.wait(60)
+        return real(job)
+
+    monkeypatch.setattr(saving._Job, "run", run)
+    monkeypatch.chdir(tmp_path)
+    under_way = fxzero.checkpoint.save(make_run().state, "checkpoints", step=1)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    changed.set()
+    under_way.wait()
+    assert visible(tmp_path / "checkpoints") == ["step-0000000001"]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 # -- going

@@ -364,6 +364,21 @@ def test_the_last_one_is_written_although_the_one_before_failed(
         assert steps_in(tmp_path) == [3]
 
 
+def test_the_last_step_is_tried_again_where_its_own_save_failed(tmp_path: Path, room: Room) -> None:
+    """It was time to save, there was no room, and the run is over: there is room now."""
+    run = make_run()
+    with Checkpoints(run.state, tmp_path, every=2) as checkpoints:
+        room.full = True
+        for step in (1, 2):
+            run.train()
+            checkpoints.after_step(step)
+        wait_until_done(checkpoints)
+        room.full = False
+        with pytest.warns(FxZeroWarning, match="No space left"):
+            checkpoints.finish(2)
+    assert steps_in(tmp_path) == [2]
+
+
 def test_the_last_one_fails(tmp_path: Path, room: Room) -> None:
     """That is an error; and the handlers are as before."""
     before = signal.getsignal(signal.SIGTERM)
@@ -437,7 +452,8 @@ def stop_one(folder: Path, told: int) -> tuple[int, list[int]]:
     state = fxzero.TrainState(model, optimizer)
     done = 0
     before = signal.getsignal(signal.SIGTERM)
-    with Checkpoints(state, folder, every=100) as checkpoints:
+    only = [signal.SIGTERM]  # the pool has its own use for SIGUSR1
+    with Checkpoints(state, folder, every=100, signals=only) as checkpoints:
         for number in range(checkpoints.resume(), 20):
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
@@ -449,7 +465,7 @@ def stop_one(folder: Path, told: int) -> tuple[int, list[int]]:
                 break
     assert signal.getsignal(signal.SIGTERM) is before
     dist.barrier()
-    with Checkpoints(state, folder) as checkpoints:
+    with Checkpoints(state, folder, signals=only) as checkpoints:
         assert checkpoints.resume("must") == done
     return done, steps_in(folder)
 
@@ -473,7 +489,9 @@ def fail_on_one(folder: Path, asynchronous: bool, kind: str) -> None:
     saving._running.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FxZeroWarning)
-        with Checkpoints(state, folder, every=2, asynchronous=asynchronous) as checkpoints:
+        with Checkpoints(
+            state, folder, every=2, asynchronous=asynchronous, signals=()
+        ) as checkpoints:
             for step in range(1, 6):
                 checkpoints.after_step(step)
                 if step == 2:

@@ -19,6 +19,7 @@ from fxzero.errors import CheckpointError
 from tests.checkpoint.runs import Counting, bits, hidden, visible
 from tests.parity.harness import Pools
 from tests.parity.training import full_optimizer_state, full_parameters
+from tests.tiers import exhaustive
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -214,6 +215,16 @@ def test_from_any_layout_to_flat_shards_and_to_a_plain_model(
     if zero == 3:
         assert pool.run(load_odd, tmp_path, 3, (2, 1)) == [expected] * 2
         assert pool.run(load_odd, tmp_path, 0, ()) == [expected] * 2
+
+
+@pytest.mark.parametrize(("world", "zero"), exhaustive((4, 1), (4, 3)))
+def test_from_two_axes_to_flat_shards(ranks: Pools, tmp_path: Path, world: int, zero: int) -> None:
+    """HSDP: each shard is on two ranks, and written once."""
+    expected = ranks(world).run(save_odd, tmp_path / "a", zero, (2, 2))[0]
+    assert ranks(world).run(load_odd, tmp_path / "a", 3, ()) == [expected] * 4
+    assert ranks(world).run(save_odd, tmp_path / "b", 3, ())[0] == expected
+    assert ranks(world).run(load_odd, tmp_path / "b", zero, (2, 2)) == [expected] * 4
+    assert load_plain(tmp_path / "a") == expected
 
 
 def test_from_a_plain_model_to_shards(ranks: Pools, tmp_path: Path) -> None:
