@@ -52,8 +52,12 @@ def published(folder: Path) -> list[Published]:
     return sorted(found)
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path, *, sizes: bool = True) -> Manifest:
     """The manifest of a checkpoint, whose files are there and as long as it says.
+
+    Args:
+        path: of the checkpoint.
+        sizes: False for the manifest alone, whatever has become of the files.
 
     Raises:
         CheckpointError: it is not; which file, and in what way.
@@ -63,7 +67,7 @@ def read_manifest(path: Path) -> Manifest:
         manifest = Manifest.from_bytes(file.read_bytes(), file)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    for name, record in manifest.files.items():
+    for name, record in manifest.files.items() if sizes else ():
         try:
             found = (path / name).stat().st_size
         except OSError as error:
