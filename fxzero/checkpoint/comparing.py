@@ -145,6 +145,8 @@ def _form(shape: torch.Size, dtype: torch.dtype) -> str:
 def difference(name: str, before: Tensor, after: Tensor) -> TensorDifference | None:
     """By how much two tensors of a shape differ; None if their values are equal. What is no number
     on both sides is equal."""
+    if before.dtype == after.dtype and _same_bytes(before, after):
+        return None
     largest = scale = 0.0
     num_different = num_non_finite = 0
     wide = torch.complex128 if before.is_complex() or after.is_complex() else torch.float64
@@ -170,6 +172,12 @@ def difference(name: str, before: Tensor, after: Tensor) -> TensorDifference | N
         num_elements=before.numel(),
         num_non_finite=num_non_finite,
     )
+
+
+def _same_bytes(before: Tensor, after: Tensor) -> bool:
+    """Most tensors of two checkpoints that should be equal: figures would take ten times as long."""
+    flat = [t.detach().reshape(-1) for t in (before, after)]
+    return not before.numel() or torch.equal(*(t.view(torch.uint8) for t in flat))
 
 
 # -- values
