@@ -175,7 +175,7 @@ def difference(name: str, before: Tensor, after: Tensor) -> TensorDifference | N
 
 
 def _same_bytes(before: Tensor, after: Tensor) -> bool:
-    """So are most tensors of two checkpoints that should be equal; figures take ten times as long."""
+    """So are most tensors of checkpoints that should be equal; figures take ten times as long."""
     flat = [t.detach().reshape(-1) for t in (before, after)]
     return not before.numel() or torch.equal(*(t.view(torch.uint8) for t in flat))
 

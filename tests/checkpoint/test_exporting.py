@@ -461,7 +461,7 @@ class Wide(nn.Module):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says what the peak was")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """64 MiB of tensors, as much of blocks on their way, and what the allocator keeps: 185 seen."""
+    """64 MiB of tensors, as much of blocks on their way, and what the allocator keeps."""
     for name, model in (("small", Large), ("large", Wide)):
         state = fxzero.TrainState(model(), rng=False)
         fxzero.checkpoint.save(state, tmp_path / name, step=1, asynchronous=False)
