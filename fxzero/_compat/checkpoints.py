@@ -39,12 +39,32 @@ def storage_info(file: str, offset: int, num_bytes: int) -> Any:
 class _MetadataUnpickler(pickle.Unpickler):
     """Makes nothing but what metadata consist of."""
 
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self.used: dict[int, tuple[Any, dict[str, Any]]] = {}
+        """What was looked up, each with its attributes as they were: a pickle can set some."""
+
     def find_class(self, module: str, name: str) -> Any:
         if name in _NAMES.get(module, ()):
-            return super().find_class(module, name)
+            found = super().find_class(module, name)
+            self.used.setdefault(id(found), (found, dict(vars(found))))
+            return found
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's metadata")
+
+    def undo_changes(self) -> bool:
+        """Let all that was looked up be as it was; whether it was not."""
+        changed = False
+        for found, before in self.used.values():
+            for name in set(vars(found)) - set(before):
+                delattr(found, name)
+                changed = True
+            for name, value in before.items():
+                if vars(found)[name] is not value:
+                    setattr(found, name, value)
+                    changed = True
+        return changed
 
 
 def read_metadata(data: bytes) -> Any:
@@ -55,7 +75,12 @@ def read_metadata(data: bytes) -> Any:
     """
     from torch.distributed.checkpoint.metadata import Metadata
 
-    metadata = _MetadataUnpickler(io.BytesIO(data)).load()
-    if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(f"a {type(metadata).__name__} instead of metadata")
+    unpickler = _MetadataUnpickler(data)
+    try:
+        metadata = unpickler.load()
+    finally:
+        changed = unpickler.undo_changes()
+    if changed or not isinstance(metadata, Metadata):
+        what = "changes to classes" if changed else type(metadata).__name__
+        raise pickle.UnpicklingError(f"{what} instead of metadata")
     return metadata

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fxzero.checkpoint.manifest import NAME, Manifest
+from fxzero.checkpoint.manifest import METADATA, NAME, VALUES, Manifest
 from fxzero.errors import CheckpointError
 
 log = logging.getLogger("fxzero")
@@ -42,6 +42,18 @@ class Published:
     path: Path
 
 
+def is_ours(path: Path) -> bool:
+    """Whether a folder is a checkpoint that `save` has written, whole or not."""
+    if PUBLISHED.fullmatch(path.resolve().name) is not None:
+        return True
+    return any((path / name).exists() for name in (NAME, VALUES))
+
+
+def is_of_others(path: Path) -> bool:
+    """Whether a folder is a checkpoint that `dcp.save` has written by itself."""
+    return not is_ours(path) and (path / METADATA).exists()
+
+
 def published(folder: Path) -> list[Published]:
     """The checkpoints in a folder, oldest first. Whether they are whole, their manifests say."""
     found = []
@@ -53,8 +65,12 @@ def published(folder: Path) -> list[Published]:
     return sorted(found)
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path, *, sizes: bool = True) -> Manifest:
     """The manifest of a checkpoint, whose files are there and as long as it says.
+
+    Args:
+        path: of the checkpoint.
+        sizes: False for the manifest alone, whatever has become of the files.
 
     Raises:
         CheckpointError: it is not; which file, and in what way.
@@ -64,7 +80,7 @@ def read_manifest(path: Path) -> Manifest:
         manifest = Manifest.from_bytes(file.read_bytes(), file)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    for name, record in manifest.files.items():
+    for name, record in manifest.files.items() if sizes else ():
         try:
             found = (path / name).stat().st_size
         except OSError as error:

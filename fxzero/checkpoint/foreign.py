@@ -59,6 +59,6 @@ def prefix_of_optimizer(path: Path, saved: Collection[str], names: Sequence[str]
             break
     raise CheckpointError(
         f"{path} has "
-        + (f"several states of {names[0]}, under {found}" if found else "no state of the optimizer")
+        + (f"several states of {names[0]}, under {found}" if found else "no optimizer state")
         + ". Leave the optimizer as it is by leave=('optimizer',)."
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from fxzero._compat import dtensor_like
 from fxzero.checkpoint import by_name
-from fxzero.checkpoint.folder import PUBLISHED, read_manifest
+from fxzero.checkpoint.folder import PUBLISHED, is_ours, read_manifest
 from fxzero.checkpoint.foreign import prefix_of_model, prefix_of_optimizer
-from fxzero.checkpoint.manifest import METADATA, NAME, VALUES, Manifest
+from fxzero.checkpoint.manifest import VALUES, Manifest
 from fxzero.checkpoint.ranks import Ranks
-from fxzero.checkpoint.reader import CheckedReader, IntoCopies
+from fxzero.checkpoint.reader import CheckedReader, IntoCopies, names_of_ranks
 from fxzero.checkpoint.staging import local_part
 from fxzero.checkpoint.state import GROUPS, KINDS, MODEL_VALUES, RNG, STATE_VALUES, TrainState
 from fxzero.checkpoint.values import decode
@@ -37,9 +37,6 @@ log = logging.getLogger("fxzero")
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_OF_OWN = "ranks."
-"""What is before the names of tensors that each rank has for itself: ``ranks.1.model.…``."""
 
 
 class NotWholeError(CheckpointError):
@@ -115,10 +112,11 @@ class Found:
             CheckpointError: it is of another model or optimizer, or lacks a part of the run.
         """
         self._compare_kinds()
+        tied_apart = self._tied_apart()
+        wanted = {**self._find_model(), **tied_apart}
         self.parts = self._find_parts()
         self.groups = self._find_groups()
-        tied_apart = self._tied_apart()
-        wanted = {**self._find_model(), **self._find_optimizer(), **tied_apart}
+        wanted |= self._find_optimizer()
         self._tell_of_rounding()
         for name, template in wanted.items():
             about = self.saved[name]
@@ -407,24 +405,13 @@ def manifest_of(path: Path) -> Manifest | None:
     Raises:
         CheckpointError: it is one of ours, and has none; or is under another number.
     """
-    match = PUBLISHED.fullmatch(path.name)
+    match = PUBLISHED.fullmatch(path.resolve().name)
     if match is None and not is_ours(path):
         return None
     manifest = read_manifest(path)
     if match is not None and int(match[1]) != manifest.step:
         raise CheckpointError(f"{path} is the checkpoint of step {manifest.step}, and was renamed")
     return manifest
-
-
-def is_ours(path: Path) -> bool:
-    """Whether a folder is a checkpoint that `save` has written, whole or not."""
-    names = (NAME, VALUES)
-    return PUBLISHED.fullmatch(path.name) is not None or any((path / n).exists() for n in names)
-
-
-def is_of_others(path: Path) -> bool:
-    """Whether a folder is a checkpoint that `dcp.save` has written by itself."""
-    return not is_ours(path) and (path / METADATA).exists()
 
 
 def whole(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -443,22 +430,12 @@ def whole(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         raise NotWholeError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
-def names_of_ranks(saved: Mapping[str, Any]) -> dict[str, dict[int, str]]:
-    """Tensors that each rank has for itself: by name, their names in files by rank."""
-    found: dict[str, dict[int, str]] = {}
-    for full in saved:
-        if full.startswith(_OF_OWN):
-            _, rank, name = full.split(".", 2)
-            found.setdefault(name, {})[int(rank)] = full
-    return found
-
-
 def _template(parameter: Tensor, known: Any, about: TensorStorageMetadata, name: str) -> Tensor:
     """What a tensor of a parameter's state lies like: as what there is, as the parameter, or whole
     on every rank."""
     if isinstance(known, Tensor) and known.shape == about.size:
         return known
-    if about.size == parameter.shape and parameter.ndim:
+    if about.size == parameter.shape and not name.endswith(".step"):
         return parameter
     if about.size.numel() > 1 and isinstance(parameter, DTensor):
         raise CheckpointError(

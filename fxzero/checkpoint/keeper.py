@@ -194,9 +194,8 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be written.
         """
+        self._settle()
         if self._saved_step != step:
-            with _as_warning():  # of the one before
-                wait_for_running()
             self.saving = save(self.state, self.folder, step=step, **self._settings)
             self._saved_step = step
         wait_for_running()
@@ -217,12 +216,18 @@ class Checkpoints:
         """Begin to save, unless that step is saved. What fails does not end the run."""
         if self._saved_step == step:
             return
-        with _as_warning():
-            wait_for_running()
+        self._settle()
         self._saved_step = None
         with _as_warning():
             self.saving = save(self.state, self.folder, step=step, **self._settings)
             self._saved_step = step
+
+    def _settle(self) -> None:
+        """Wait for the checkpoint that is being written; one that fails was not saved."""
+        saved, self._saved_step = self._saved_step, None
+        with _as_warning():
+            wait_for_running()
+            self._saved_step = saved
 
     # -- signals
 

@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import Metadata
-
-from fxzero.checkpoint.folder import published, read_manifest
-from fxzero.checkpoint.found import Found, NotWholeError, is_of_others, is_ours
-from fxzero.checkpoint.manifest import Manifest
+from fxzero.checkpoint.folder import is_of_others, is_ours, published
+from fxzero.checkpoint.found import Found, NotWholeError
 from fxzero.checkpoint.ranks import Ranks, all_ranks
-from fxzero.checkpoint.reader import CheckedReader
 from fxzero.checkpoint.saving import wait_for_running
 from fxzero.checkpoint.state import TrainState
 from fxzero.errors import CheckpointError, nearest
@@ -170,17 +166,3 @@ def _apply(found: Found, ranks: Ranks) -> None:
         found.take_back()
         raise
     found.apply()
-
-
-def checkpoints(folder: Path) -> Iterator[tuple[Path, Manifest | str]]:
-    """Every checkpoint of a folder, oldest first, with its manifest or what is wrong with it."""
-    for found in published(folder):
-        try:
-            yield found.path, read_manifest(found.path)
-        except CheckpointError as error:
-            yield found.path, str(error)
-
-
-def metadata_of(path: Path, manifest: Manifest) -> Metadata:
-    """Which tensors a checkpoint has."""
-    return CheckedReader(path, manifest).read_metadata()

@@ -90,7 +90,11 @@ class Manifest:
         if written_hash != _hash({"format": _FORMAT, **asdict(manifest)}):
             raise CheckpointError(f"{path} was changed since it was written: its hash is another")
         for name, record in files.items():
-            if type(record.bytes) is not int or len(record.blocks) != record.num_blocks:
+            if (
+                type(record.bytes) is not int
+                or record.bytes < 0
+                or len(record.blocks) != record.num_blocks
+            ):
                 raise CheckpointError(f"{path} is not whole: {len(record.blocks)} hashes of {name}")
             if not _FILE_NAME.fullmatch(name) or name in (".", ".."):
                 raise CheckpointError(f"{path} names a file {name!r} that is not in its folder")

@@ -35,6 +35,8 @@ from fxzero.checkpoint.manifest import METADATA, Manifest
 from fxzero.errors import CheckpointError
 
 _THREADS = 2
+_OF_OWN = "ranks."
+"""What is before the names of tensors that each rank has for itself: ``ranks.1.model.…``."""
 _NAME_LENGTH = 26
 """Where in an archive's entry the lengths of its name and of what is behind that are: 2 bytes each.
 (APPNOTE.TXT, 4.3.7)"""
@@ -228,3 +230,13 @@ class IntoCopies(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         """Nothing that is pickled is ever asked for."""
         assert read_item.type is not LoadItemType.BYTE_IO, read_item
+
+
+def names_of_ranks(saved: Mapping[str, Any]) -> dict[str, dict[int, str]]:
+    """Tensors that each rank has for itself: by name, their names in files by rank."""
+    found: dict[str, dict[int, str]] = {}
+    for full in saved:
+        if full.startswith(_OF_OWN):
+            _, rank, name = full.split(".", 2)
+            found.setdefault(name, {})[int(rank)] = full
+    return found

@@ -142,7 +142,7 @@ def save(
             raise CheckpointError(f"{name}={number!r} must be a whole number, {least} or more")
     wait_for_running()
     ranks = all_ranks()
-    job = _Job(state, ranks, Path(folder), step, keep, keep_every)
+    job = _Job(state, ranks, Path(folder).absolute(), step, keep, keep_every)
     try:
         job.take(state, copy=asynchronous)
     except FxZeroError as error:  # the others are told: they must not wait for this rank

@@ -104,9 +104,8 @@ def decode(value: Any) -> Any:
     try:
         return _decode(value)
     except Exception as error:  # of torch, of NumPy, of deep nesting: whatever hostile bytes meet
-        raise CheckpointError(
-            f"a value that nobody writes: {str(value)[:200]} ({error})"
-        ) from error
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        raise CheckpointError(f"a value that nobody writes ({what})") from error
 
 
 def _decode(value: Any) -> Any:

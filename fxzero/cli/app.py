@@ -9,10 +9,12 @@ import typer
 
 from fxzero import __version__
 from fxzero.cli.bisect import bisect
+from fxzero.cli.checkpoint import checkpoint
 from fxzero.cli.diff import diff
 from fxzero.cli.doctor import doctor
 from fxzero.cli.estimate import estimate
 from fxzero.cli.explain import explain
+from fxzero.cli.export import export
 from fxzero.cli.inspect import inspect
 from fxzero.cli.options import options
 from fxzero.cli.report import report
@@ -46,5 +48,6 @@ def fxzero(
     context.obj = __version__
 
 
-for command in (bisect, diff, doctor, estimate, explain, inspect, options, report, trace):
+for command in (bisect, diff, doctor, estimate, explain, export, inspect, options, report, trace):
     app.command()(command)
+app.add_typer(checkpoint, name="checkpoint")

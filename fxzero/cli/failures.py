@@ -23,11 +23,14 @@ WRONG_USE = 2
 
 
 @contextlib.contextmanager
-def as_sentences(traceback: bool) -> Iterator[None]:
+def as_sentences(
+    traceback: bool, failed: str = "The model could not be compiled"
+) -> Iterator[None]:
     """Turn errors into a sentence and an exit code, and warnings into sentences.
 
     Args:
         traceback: let errors through as they are, and what torch logs of them.
+        failed: what an error that nobody expects means.
     """
     if traceback:
         yield
@@ -49,7 +52,7 @@ def as_sentences(traceback: bool) -> Iterator[None]:
     except Exception as error:
         say(
             type(error).__name__,
-            f"{str(error).strip() or 'no reason given'}\nThe model could not be compiled; this was "
+            f"{str(error).strip() or 'no reason given'}\n{failed}; this was "
             f"raised at {raised_at(error)}. --traceback shows how it came there.",
         )
         raise typer.Exit(FAILED) from None

@@ -54,7 +54,7 @@ def test_it_comes_back() -> None:
     layout=st.text(),
     files=st.dictionaries(
         st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,20}", fullmatch=True),
-        st.builds(FileRecord, st.integers(0), st.lists(st.text("0f")).map(tuple)),
+        st.binary(max_size=40).map(hash_blocks),
     ),
 )
 def test_any_comes_back(step: int, layout: str, files: dict[str, FileRecord]) -> None:

@@ -20,12 +20,15 @@ def commands() -> dict[str, Any]:
 
 
 def page(name: str, command: Any) -> str:
-    """One command; blocks are still to be filled."""
-    parts = [
-        f"# `fxzero {name}`",
-        _prose(inspect.cleandoc(command.help or "")),
-        *_usage(name, command),
-    ]
+    """One command, with those that are below it; blocks are still to be filled."""
+    parts = [f"# `fxzero {name}`", _prose(inspect.cleandoc(command.help or ""))]
+    below = getattr(command, "commands", {})
+    for word, each in below.items():
+        prose = _prose(inspect.cleandoc(each.help or ""))
+        heading, *usage = _usage(f"{name} {word}", each)
+        parts += [f"## `fxzero {name} {word}`", prose, f"#{heading}", *usage]
+    if not below:
+        parts += _usage(name, command)
     if COMMANDS.get(name):
         parts.append("## Examples")
     for example in COMMANDS.get(name, ()):
@@ -54,7 +57,7 @@ def _usage(name: str, command: Any) -> list[str]:
     for param in command.params:
         text = " ".join((getattr(param, "help", None) or "").split()).replace("|", "\\|")
         if param.param_type_name == "argument":
-            word = param.name.upper()
+            word = param.metavar or param.name.upper()
             words.append(word if param.required else f"[{word}]")
             rows.append(f"| `{word}` | | {text} |")
             continue
