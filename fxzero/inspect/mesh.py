@@ -48,9 +48,7 @@ class MeshShape:
                     f"first, as in {_EXAMPLES}"
                 )
             if match[1] not in AXES:
-                raise ConfigError(
-                    f"--mesh {text}: no axis {match[1]!r}: {nearest(match[1], AXES)}"
-                )
+                raise ConfigError(f"--mesh {text}: no axis {match[1]!r}: {nearest(match[1], AXES)}")
             axes.append((match[1], int(match[2])))
         names = [name for name, _ in axes]
         if names != [name for name in AXES if name in names]:

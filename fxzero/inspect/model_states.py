@@ -59,9 +59,8 @@ class ModelStates:
     ) -> dict[str, ModelStates]:
         """The same of each parameter, by name."""
         specs = {key: spec for graph in graphs for key, spec in graph.specs.items()}
-        return {
-            spec.name: _states(spec, spec.name in trained) for spec in specs.values() if spec.is_here
-        }
+        here = [spec for spec in specs.values() if spec.is_here]
+        return {spec.name: _states(spec, spec.name in trained) for spec in here}
 
 
 def _states(spec: ParamSpec, trained: bool) -> ModelStates:

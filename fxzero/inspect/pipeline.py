@@ -209,9 +209,13 @@ def as_pipeline(micro_step: MicroStep, table: Table) -> PipelineReport:
     early_us = weights_last(compute_us)
     replayed = replay_table(table, beside_us, _transfer_us(found), early_us)
     alone = replay_table(table, compute_us, early_us=early_us)
-    by_kind = _by_rank(table, _held_by_stage(table, found, inside))
-    update_us = _update_us(micro_step)
+    by_kind = _held_by_rank(table, found, inside)
     shares = [stage.num_parameters / inside.num_parameters for stage in found.stages]
+    states = [ModelStates()] * table.num_ranks
+    update_us, whole_us = [0.0] * table.num_ranks, _update_us(micro_step)
+    for stage, own in enumerate(inside.states_of_stages(found)):
+        states[table.rank_of[stage]] += own
+        update_us[table.rank_of[stage]] += shares[stage] * whole_us
     messages = _message_bytes(table, found)
     return PipelineReport(
         schedule=table.name,
@@ -224,19 +228,10 @@ def as_pipeline(micro_step: MicroStep, table: Table) -> PipelineReport:
         idle_shares=replayed.idle_shares,
         peak_bytes=tuple(sum(kinds.values()) for kinds in by_kind),
         bytes_by_kind=tuple(dict(kinds) for kinds in by_kind),
-        states=tuple(
-            sum((states[stage] for stage in own), ModelStates())
-            for states in [inside.states_of_stages(found)]
-            for own in _stages_of_ranks(table)
-        ),
-        sent_bytes=tuple(
-            sent + to_neighbours
-            for sent, to_neighbours in zip(_sent_inside(table, inside, shares), messages, strict=True)
-        ),
+        states=tuple(states),
+        sent_bytes=tuple(map(sum, zip(_sent_inside(table, inside, shares), messages, strict=True))),
         message_bytes=messages,
-        update_us=tuple(
-            update_us * sum(shares[stage] for stage in own) for own in _stages_of_ranks(table)
-        ),
+        update_us=tuple(update_us),
         exposed_us=replayed.makespan_us - alone.makespan_us,
         step_us=replayed.makespan_us,
         picture=replayed.picture(),
@@ -284,19 +279,12 @@ def _update_us(micro_step: MicroStep) -> float:
     )
 
 
-def _stages_of_ranks(table: Table) -> list[list[int]]:
-    """By rank, its stages."""
-    found: list[list[int]] = [[] for _ in table.ranks]
-    for stage in range(table.num_stages):
-        found[table.rank_of[stage]].append(stage)
-    return found
-
-
-def _held_by_stage(table: Table, found: Stages, inside: ZeroInside) -> list[Counter[str]]:
-    """By stage, what a rank holds for it at most, by what it is for."""
+def _held_by_rank(table: Table, found: Stages, inside: ZeroInside) -> list[Counter[str]]:
+    """By rank, what it holds at most for its stages, by what it is for."""
+    held: list[Counter[str]] = [Counter() for _ in table.ranks]
     every = zip(found.stages, inside.states_of_stages(found), in_flight(table), strict=True)
-    return [
-        Counter(
+    for number, (stage, states, flights) in enumerate(every):
+        held[table.rank_of[number]] += Counter(
             {
                 Kind.PARAMETERS.value: states.parameter_bytes,
                 Kind.OPTIMIZER_STATE.value: states.optimizer_bytes,
@@ -305,16 +293,7 @@ def _held_by_stage(table: Table, found: Stages, inside: ZeroInside) -> list[Coun
                 Kind.ACTIVATIONS.value: flights * stage.saved_bytes,
             }
         )
-        for stage, states, flights in every
-    ]
-
-
-def _by_rank(table: Table, by_stage: Sequence[Counter[str]]) -> list[Counter[str]]:
-    """Sums over a rank's stages."""
-    found: list[Counter[str]] = [Counter() for _ in table.ranks]
-    for stage, held in enumerate(by_stage):
-        found[table.rank_of[stage]].update(held)
-    return found
+    return held
 
 
 def _sent_inside(table: Table, inside: ZeroInside, shares: Sequence[float]) -> list[float]:
