@@ -189,9 +189,9 @@ def _work_of_outline(nodes: Sequence[fx.Node]) -> Work:
 
 
 def _dtype_of(node: fx.Node) -> str:
-    """The name of the dtype that an operator returns."""
-    value = node.meta["val"]
-    values = value if isinstance(value, (list, tuple)) else (value,)
+    """The name of the dtype that an operator multiplies in: its first operand's. What it returns
+    may be wider: a loss of logits that no one sees is summed up in float32."""
+    values = [source.meta.get("val") for source in node.all_input_nodes]
     found = (DTYPE_NAMES.get(v.dtype) for v in values if isinstance(v, torch.Tensor))
     return next((name for name in found if name), "fp32")
 
