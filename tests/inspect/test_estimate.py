@@ -22,7 +22,8 @@ from examples.models import gpt_bench
 from fxzero.cli.app import app
 from fxzero.cost.cluster import load_cluster
 from fxzero.errors import CaptureError, ConfigError, FxZeroWarning
-from fxzero.inspect.estimate import Estimate, StageEstimate, estimate
+from fxzero.inspect.estimate import estimate
+from fxzero.inspect.estimate_rows import Estimate, MeshEstimate, PipelineEstimate, StageEstimate
 from fxzero.inspect.formulas import deepspeed_rows, paper_bytes
 from fxzero.inspect.targets import Target, load
 from tests.parity.harness import Pools
@@ -364,7 +365,7 @@ def test_the_documentation_names_every_key() -> None:
     table = page.split("## JSON")[1].split("Exit codes")[0]
     first = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]
     named = {word for cell in first for word in re.findall(r"`(\w+)`", cell)}
-    kinds = (Estimate, StageEstimate)
+    kinds = (Estimate, StageEstimate, MeshEstimate, PipelineEstimate)
     assert named == {f.name for kind in kinds for f in fields(kind)}
 
 
