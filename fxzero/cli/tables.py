@@ -146,6 +146,7 @@ def print_estimate(console: Console, found: Estimate) -> None:
         f"{escape(found.target)}: {found.num_parameters:,} parameters, {found.world_size} ranks of "
         f"{found.cluster} ({found.device}, {size(found.device_memory_bytes)}), computed in "
         f"{found.param_dtype}\neach rank's batch: {escape(fed)}",
+        emoji=False,  # a target may be hf:llama:
         highlight=False,
         soft_wrap=True,
     )

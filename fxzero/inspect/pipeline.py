@@ -204,7 +204,7 @@ def as_pipeline(micro_step: MicroStep, table: Table) -> PipelineReport:
         limit=limit,
         ranks_per_stage=micro_step.capture.world_size,
     )
-    compute_us = _compute_us(found)
+    compute_us = inside.casting(_compute_us(found), found.stages, table)
     beside_us = inside.beside(compute_us, found.stages, table)
     early_us = weights_last(compute_us)
     replayed = replay_table(table, beside_us, _transfer_us(found), early_us)

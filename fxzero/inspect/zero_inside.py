@@ -7,16 +7,19 @@
 
 They run beside the compute of the same action, which takes what the slower of both takes. So a
 stage 3 that keeps nothing from one gather to the next is meant: what `prefetch` keeps is faster.
+Casts in front of a gather and behind a reduce, and the sums of micro-batches' gradients, compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fxzero.cost import CostModel
 from fxzero.cost.model import TransferCost
-from fxzero.graph import Lane
+from fxzero.graph import Lane, Phase, Role, StepGraph
+from fxzero.graph.stamps import BESIDE_COMPUTE, stamp_of
+from fxzero.graph.steady import runs_of
 from fxzero.graph.step_graph import TransferNodes
 from fxzero.inspect.capture import Capture
 from fxzero.inspect.model_states import ModelStates
@@ -28,6 +31,7 @@ _MAKES = (Work.BACKWARD, Work.WEIGHT_GRADIENTS)
 """What makes gradients of parameters."""
 _READS = (Work.FORWARD, Work.BACKWARD, Work.INPUT_GRADIENTS)
 """What reads parameters."""
+_CASTS = (Role.PREPARE, Role.FINISH, Role.ACCUMULATE)
 _GATHERS_HELD, _REDUCES_HELD = 3, 2
 """Buckets: one that is read and two on their way, as `prefetch` allows by itself; two reduces."""
 
@@ -65,6 +69,8 @@ class ZeroInside:
     """The largest."""
     states_by_name: Mapping[str, ModelStates]
     """What a rank of a parameter's stage holds of it."""
+    casts_us: Mapping[Phase, float] = field(default_factory=dict)
+    """By phase, what a step computes for its transfers of every parameter, and to sum gradients."""
 
     @classmethod
     def of(cls, capture: Capture, costs: CostModel) -> ZeroInside:
@@ -82,6 +88,7 @@ class ZeroInside:
             Moved.by(reduces, costs),
             max((t.record.full_bytes for t in (*gathers, *reduces)), default=0),
             ModelStates.by_parameter([compilation.joint], capture.trained),
+            _casts_us(compilation.joint, costs),
         )
 
     @property
@@ -116,6 +123,23 @@ class ZeroInside:
         reduces = _REDUCES_HELD if self.zero >= 2 and self.reduce.sent_bytes else 0
         return reduces * min(self.bucket_bytes, stage.parameter_bytes * self._shards)
 
+    def casting(
+        self, compute_us: Callable[[Action], float], stages: Sequence[Stage], table: Table
+    ) -> Callable[[Action], float]:
+        """What actions compute, with what they do for transfers."""
+        forward_us, backward_us = (
+            self.casts_us.get(phase, 0.0) / self.num_parameters / table.num_micro_steps
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+        )
+
+        def action_us(action: Action) -> float:
+            num_parameters = stages[action.stage].num_parameters
+            casts_us = forward_us * (action.work is Work.FORWARD)
+            casts_us += backward_us * (action.work in _MAKES)
+            return compute_us(action) + num_parameters * casts_us
+
+        return action_us
+
     def beside(
         self, compute_us: Callable[[Action], float], stages: Sequence[Stage], table: Table
     ) -> Callable[[Action], float]:
@@ -147,6 +171,16 @@ class ZeroInside:
         if self.zero == 3:
             return action.work in _READS
         return self.zero > 0 and action.work is Work.FORWARD and action.micro_step == 0
+
+
+def _casts_us(graph: StepGraph, costs: CostModel) -> dict[Phase, float]:
+    found: dict[Phase, float] = {}
+    for node in graph.graph.nodes:
+        stamp = stamp_of(node) if node.op == "call_function" else None
+        if stamp is not None and stamp.role in _CASTS and stamp.lane not in BESIDE_COMPUTE:
+            us = costs.compute_us([node]) * runs_of(graph, stamp)
+            found[stamp.phase] = found.get(stamp.phase, 0.0) + us
+    return found
 
 
 def _once(transfers: Iterable[TransferNodes]) -> list[TransferNodes]:

@@ -16,11 +16,13 @@ from examples.models import gpt_bench
 from fxzero.cli.app import app
 from fxzero.cost.cluster import load_cluster
 from fxzero.errors import ConfigError
+from fxzero.graph import Phase
 from fxzero.inspect.estimate import Estimate, estimate
 from fxzero.inspect.estimate_rows import PipelineEstimate
 from fxzero.inspect.mesh import MeshShape
 from fxzero.inspect.pipeline import as_pipeline, micro_step_of
 from fxzero.inspect.targets import Target
+from fxzero.inspect.zero_inside import ZeroInside
 from fxzero.pipeline.schedules import table_of
 from tests.inspect.test_pipeline import unet
 from tests.stepping import chain_of
@@ -227,6 +229,17 @@ def test_the_step_ends_with_the_update() -> None:
     assert free.step_ms < clipped.step_ms
     assert clipped.exposed_ms == pytest.approx(report.exposed_us / 1e3)
     assert 0 < report.exposed_us < report.step_us
+
+
+def test_ranks_are_busy_with_stages_and_with_sums_of_gradients() -> None:
+    """On one rank a stage nothing travels but messages: what all ranks do is four micro-batches of
+    all stages, and adding up the gradients of four."""
+    step = micro_step_of(unet, micro_batches=4, world_size=1, zero=0, options=ON_H100)
+    report = as_pipeline(step, table_of("1f1b", 4, 4))
+    busy_us = sum(report.step_us * (1 - idle) for idle in report.idle_shares)
+    sums_us = ZeroInside.of(step.capture, step.costs).casts_us[Phase.BACKWARD]
+    assert sums_us > 3 * 4 * sum(1 for _ in unet()[0].parameters()), "a launch takes 4 us"
+    assert busy_us == pytest.approx(4 * sum(stage.us for stage in report.found.stages) + sums_us)
 
 
 def test_the_schedule_is_the_one_asked_for() -> None:
