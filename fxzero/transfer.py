@@ -49,6 +49,18 @@ class TransferKind(StrEnum):
     """From one pool of this rank's to another: no other rank takes part."""
 
 
+def sent_share(kind: TransferKind, num_ranks: int) -> float:
+    """What each rank sends to others, in the full tensors that a transfer assembles or takes apart:
+    (n − 1)/n of them in a ring of n ranks, twice that of an all-reduce."""
+    match kind:
+        case TransferKind.COPY | TransferKind.RECEIVE:
+            return 0.0
+        case TransferKind.SEND:
+            return 1.0
+    rounds = 2 if kind is TransferKind.ALL_REDUCE else 1
+    return rounds * (num_ranks - 1) / num_ranks
+
+
 class Pool(StrEnum):
     """Where bytes are held."""
 
@@ -92,6 +104,9 @@ class Transfer:
     """How many ranks take part."""
     group: str = ""
     """The name of their process group."""
+    stride: int = 1
+    """How far apart in the world two neighbours of it are: 1 where its ranks follow each other, and
+    along an outer axis of a mesh as many as are along the inner ones."""
     num_tensors: int = 1
     dtype: torch.dtype = torch.float32
     op: str = ""

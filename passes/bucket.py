@@ -170,13 +170,20 @@ def _fuse(graph: StepGraph, transfers: list[TransferNodes], name: str) -> None:
 
 def _follow(behind: fx.Node, transfers: list[TransferNodes]) -> None:
     """Move what the earlier transfers were followed by behind the joint one, in order."""
-    tail: list[fx.Node] = []
-    for transfer in transfers:
-        tail += transfer.finish
-        sums = {u for n in transfer.results for u in n.users}
-        tail += sorted(u for u in sums if stamp_of(u).role is Role.ACCUMULATE)
-    for node in reversed(tail):
+    for node in reversed([node for transfer in transfers for node in _tail(transfer)]):
         behind.append(node)
+
+
+def _tail(transfer: TransferNodes) -> list[fx.Node]:
+    """What a reduce is followed by: among it the reduce across replicas that starts from what it
+    has left, which is still by itself."""
+    users = sorted({u for n in transfer.results for u in n.users})
+    tail = [*transfer.finish, *(u for u in users if stamp_of(u).role is Role.ACCUMULATE)]
+    for user in users:
+        if stamp_of(user).role is Role.LAUNCH:
+            across = transfer_nodes(user)
+            tail += [*across.prepare, across.launch, across.wait, *across.parts, *_tail(across)]
+    return tail
 
 
 def join_releases(graph: StepGraph) -> int:

@@ -83,6 +83,7 @@ def _record(kind: TransferKind, values: Sequence[fx.Node], link: Group, resource
         full_bytes=sum(map(num_bytes, values)),
         size=2,
         group=link.name,
+        stride=link.stride,
         num_tensors=len(values),
         dtype=values[0].meta["val"].dtype,
         axis=AxisRole.PIPELINE.value,

@@ -16,8 +16,11 @@ from rich.console import Console
 from fxzero.compiler.config import Config
 from fxzero.compiler.pipelines import loop_passes, step_passes
 from fxzero.errors import ConfigError, nearest
+from fxzero.inspect.mesh import MeshShape
 
 DEFAULT_WORLD_SIZE = 8
+_SHORT = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
+"""Of a pipeline's mesh: pipeline ranks x ranks of each stage."""
 MOST_RANKS = 1 << 20
 
 
@@ -123,6 +126,14 @@ ReduceDtypeOption = Annotated[
     Dtype | None,
     typer.Option(help="Dtype that gradients travel in. Default: the one computed in."),
 ]
+ScheduleOption = Annotated[
+    str,
+    typer.Option(
+        help="With --mesh, of a pipeline: gpipe, 1f1b, interleaved, breadth_first, zb_h1, zbv, "
+        "auto (the one that ends first), or a CSV file of your own with a row a rank and actions "
+        "such as 2F0, 2B0, 2I0, 2W0."
+    ),
+]
 OptionsOption = Annotated[
     str,
     typer.Option(
@@ -141,21 +152,47 @@ def console() -> Console:
     return found if found.is_terminal else Console(width=200)
 
 
-def mesh_of(text: str | None, world_size: int) -> tuple[int, int]:
-    """Of ``4x2``: ranks of the pipeline, and ranks that share a stage; none and all without one.
+def mesh_of(text: str | None, world_size: int) -> MeshShape | None:
+    """The mesh of ``pipeline=4,shard=2``, of which ``4x2`` is a short form, or
+    ``replicate=2,shard=4``.
 
     Raises:
         ConfigError: it is no such text, or the world has another size.
     """
     if text is None:
-        return 0, world_size
-    match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text)
-    if match is None:
-        raise ConfigError(f"--mesh {text}: write pipeline ranks x ranks of each stage, as in 4x2")
-    pipeline, shared = int(match[1]), int(match[2])
-    if world_size not in (DEFAULT_WORLD_SIZE, pipeline * shared):
-        raise ConfigError(f"--mesh {text} has {pipeline * shared} ranks, --world-size {world_size}")
-    return pipeline, shared
+        return None
+    short = _SHORT.fullmatch(text)
+    if short is None and "=" not in text:
+        raise ConfigError(
+            f"--mesh {text}: write pipeline ranks x ranks of each stage, as in 4x2, or name the "
+            "axes, as in pipeline=4,shard=2"
+        )
+    mesh = MeshShape.parse(f"pipeline={short[1]},shard={short[2]}" if short else text)
+    if world_size not in (DEFAULT_WORLD_SIZE, len(mesh)):
+        raise ConfigError(f"--mesh {text} has {len(mesh)} ranks, --world-size {world_size}")
+    return mesh
+
+
+def meshes_of(texts: Sequence[str], world_size: int) -> list[MeshShape]:
+    """The meshes of all ranks that are named by their axes.
+
+    Raises:
+        ConfigError: one is no such text, is there twice, or has another number of ranks.
+    """
+    found: list[MeshShape] = []
+    for text in texts:
+        if (short := _SHORT.fullmatch(text)) is not None:
+            first, second = short[1], short[2]
+            raise ConfigError(
+                f"--mesh {text} could be a pipeline or replicas. Name the axes: "
+                f"pipeline={first},shard={second} or replicate={first},shard={second}"
+            )
+        mesh = MeshShape.parse(text)
+        mesh.check(world_size)
+        if mesh in found:
+            raise ConfigError(f"--mesh {text} stands there twice")
+        found.append(mesh)
+    return found
 
 
 def check_file(option: str, path: Path | None) -> None:

@@ -18,11 +18,13 @@ from fxzero.cli.arguments import (
     OptionsOption,
     ParamDtypeOption,
     ReduceDtypeOption,
+    ScheduleOption,
     SeqLenOption,
     TracebackOption,
     check_companions,
     console,
     dtype_of,
+    meshes_of,
     settings_of,
 )
 from fxzero.cli.failures import as_sentences
@@ -58,6 +60,16 @@ def estimate(
     micro_batches: Annotated[
         int, typer.Option(min=1, max=1024, help="Equal parts that each rank's batch is split in.")
     ] = 1,
+    mesh: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another layout of the ranks, several times for several: replicate=2,shard=4 "
+            "(copies of the states, each over some ranks), pipeline=4,shard=2 (a pipeline, each "
+            "stage over some ranks), or all three axes. As fxzero.shard(mesh=…) names them, "
+            "outermost first."
+        ),
+    ] = None,
+    schedule: ScheduleOption = "1f1b",
     clip_grad_norm: Annotated[
         float, typer.Option(min=0.0, help="The norm that gradients are clipped to; 0 does not.")
     ] = 1.0,
@@ -94,13 +106,16 @@ def estimate(
     """Say what training a model takes and holds: memory, traffic, time, for all ZeRO stages.
 
     The whole step with AdamW is captured and compiled for ranks that are not there, on tensors that
-    have no memory, and its graph is simulated. Exit code 1: no stage that was asked for fits.
+    have no memory, and its graph is simulated. Exit code 1: no stage that was asked for fits, on no
+    mesh.
 
     Examples:
 
     fxzero estimate llama3-8b --world-size 16
 
     fxzero estimate train.py:build --world-size 64 --zero 2 --zero 3 --cluster dgx_a100 --batch 4
+
+    fxzero estimate llama3-8b --world-size 64 --micro-batches 16 --mesh pipeline=8,shard=8
 
     fxzero estimate hf:path/to/config.json --seq-len 4096 --options '{"memory_budget": "auto"}'
 
@@ -109,10 +124,13 @@ def estimate(
     out = console()
     with as_sentences(traceback):
         of_formula = params is not None
+        meshes = meshes_of(mesh or [], world_size)
+        is_pipeline = any(shape.is_pipeline for shape in meshes)
         check_companions(
             {
                 "--deepspeed": (deepspeed, "--params", of_formula),
                 "--largest-layer": (largest_layer is not None, "--deepspeed", deepspeed),
+                "--schedule": (schedule != "1f1b", "--mesh, of a pipeline", is_pipeline),
                 "--gpus-per-node": (gpus_per_node != 8, "--deepspeed", deepspeed),
                 **{
                     name: (used, "a model", not of_formula)
@@ -121,6 +139,7 @@ def estimate(
                         "--seq-len": seq_len is not None,
                         "--inputs": inputs is not None,
                         "--micro-batches": micro_batches != 1,
+                        "--mesh": bool(mesh),
                         "--clip-grad-norm": clip_grad_norm != 1.0,
                         "--cluster": cluster != DEFAULT_CLUSTER,
                         "--param-dtype": param_dtype is not None,
@@ -155,6 +174,8 @@ def estimate(
             load(target),
             world_size=world_size,
             stages=stages,
+            meshes=meshes,
+            schedule=schedule,
             cluster=cluster,
             batch_size=batch_size,
             seq_len=seq_len,
@@ -169,7 +190,7 @@ def estimate(
             typer.echo(json.dumps(found.to_json(), indent=1))
         else:
             tables.print_estimate(out, found)
-        if not any(stage.fits for stage in found.stages.values()):
+        if not found.fits:
             raise typer.Exit(1)
 
 

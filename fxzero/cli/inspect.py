@@ -25,6 +25,7 @@ from fxzero.cli.arguments import (
     ParamDtypeOption,
     RankOption,
     ReduceDtypeOption,
+    ScheduleOption,
     SeqLenOption,
     StepOption,
     TracebackOption,
@@ -46,6 +47,7 @@ from fxzero.inspect.lines import around, check_known, lanes, of_modules
 from fxzero.inspect.pipeline import PipelineReport, micro_step_of, under
 from fxzero.inspect.trace import trace_of, write_trace
 from fxzero.pipeline.schedules import AUTO, table_of
+from fxzero.sharding.pipeline import PIPELINE
 
 
 def inspect(
@@ -65,18 +67,13 @@ def inspect(
     mesh: Annotated[
         str | None,
         typer.Option(
-            help="With --step: pipeline ranks x ranks that share a stage, as in 4x2: also show the "
-            "model as a pipeline. Simulated; fxzero.shard(mesh=…) trains it."
+            help="The mesh of the ranks. With --step pipeline=4,shard=2, in short 4x2: pipeline "
+            "ranks x ranks that share a stage: also show the model as a pipeline. Or "
+            "replicate=2,shard=4: copies of the states, each over some ranks. Simulated; "
+            "fxzero.shard(mesh=…) trains it."
         ),
     ] = None,
-    schedule: Annotated[
-        str,
-        typer.Option(
-            help="With --mesh: gpipe, 1f1b, interleaved, breadth_first, zb_h1, zbv, auto (the one "
-            "that ends first), or a CSV file of your own with a row a rank and actions such as "
-            "2F0, 2B0, 2I0, 2W0."
-        ),
-    ] = "1f1b",
+    schedule: ScheduleOption = "1f1b",
     inference: InferenceOption = False,
     cluster: ClusterOption = None,
     trace: Annotated[
@@ -146,13 +143,16 @@ def inspect(
     out = console()
     with as_sentences(traceback):
         subject = Subject.of(arguments)
-        pipeline_ranks, ranks = mesh_of(mesh, world_size)
-        subject = replace(subject, world_size=ranks) if mesh is not None else subject
+        shape = mesh_of(mesh, world_size)
+        is_pipeline = shape is not None and shape.is_pipeline
+        if shape is not None:
+            inner = shape.of_a_stage
+            subject = replace(subject, world_size=len(inner), mesh=inner.sizes)
         live = not subject.is_dump
         check_companions(
             {
-                "--mesh": (mesh is not None, "--step", step),
-                "--schedule": (schedule != "1f1b", "--mesh", mesh is not None),
+                "--mesh": (is_pipeline, "--step", step),
+                "--schedule": (schedule != "1f1b", "--mesh, of a pipeline", is_pipeline),
                 "--mesh, --trace and --plan": (
                     mesh is not None or trace is not None or plan is not None,
                     "a model, not with a dump (fxzero trace reads one, and its plan.json is there)",
@@ -170,6 +170,7 @@ def inspect(
         if not live:
             shown = _Shown(subject.analysis(), None, programs(target, rank) if code else [])
         else:
+            pipeline_ranks = shape.along(PIPELINE) if shape is not None and is_pipeline else 0
             captured, pipeline = _captured(subject, pipeline_ranks, schedule, bool(diff))
             if trace is not None:
                 replayed = pipeline.replayed if pipeline is not None else None

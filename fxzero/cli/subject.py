@@ -44,6 +44,8 @@ class Subject:
     cluster: str | None = None
     options: str = "{}"
     inference: bool = False
+    mesh: tuple[int, ...] = ()
+    """Of the axes that parameters lie on: see `fxzero.inspect.capture`."""
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], **others: Any) -> Subject:
@@ -53,7 +55,8 @@ class Subject:
             arguments: all that it has, by name.
             others: fields that have another name there.
         """
-        named = {f.name: arguments[f.name] for f in fields(cls) if f.name in arguments}
+        own = [field.name for field in fields(cls) if field.name != "mesh"]  # a command reads it
+        named = {name: arguments[name] for name in own if name in arguments}
         return cls(**named, **others)
 
     @property
@@ -134,6 +137,7 @@ class Subject:
             "step": self.step,
             "micro_batches": self.micro_batches,
             "clip_grad_norm": self.clip_grad_norm or None,
+            "mesh": self.mesh,
             "options": self.config(keep_text=keep_text),
         }
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from fxzero.compiler.run import unified
 from fxzero.errors import ConfigError, nearest
 from fxzero.inspect import Analysis, MemoryReport, ScheduleRow
-from fxzero.inspect.estimate import Estimate, StageEstimate
+from fxzero.inspect.estimate_rows import Estimate, PipelineEstimate, StageEstimate
 from fxzero.inspect.formulas import DeepSpeedRow
 from fxzero.inspect.pipeline import PipelineReport
 from fxzero.inspect.units import size
@@ -140,19 +140,38 @@ def print_pipeline(console: Console, report: PipelineReport) -> None:
 
 
 def print_estimate(console: Console, found: Estimate) -> None:
-    """A column a ZeRO stage."""
+    """A table for all ranks as one group and for each mesh, with a column a ZeRO stage."""
     fed = found.batch if found.micro_batches == 1 else f"{found.batch}, {found.micro_batches} parts"
     console.print(
         f"{escape(found.target)}: {found.num_parameters:,} parameters, {found.world_size} ranks of "
         f"{found.cluster} ({found.device}, {size(found.device_memory_bytes)}), computed in "
         f"{found.param_dtype}\neach rank's batch: {escape(fed)}",
+        emoji=False,  # a target may be hf:llama:
         highlight=False,
         soft_wrap=True,
     )
-    table = Table("of each rank", *(f"ZeRO-{zero}" for zero in found.stages))
-    for column in range(1, 1 + len(found.stages)):
+    flat = f"shard={found.world_size}" if found.meshes else "of each rank"
+    console.print(_estimate_table(flat, found.stages))
+    for name, mesh in found.meshes.items():
+        console.print(_estimate_table(name, mesh.stages))
+        if mesh.batches < found.world_size:
+            console.print(
+                f"a batch for the {found.world_size // mesh.batches} ranks of each pipeline; "
+                "memory is that of the ranks that hold most, without temporaries of operators",
+                highlight=False,
+                soft_wrap=True,
+            )
+    if found.suggestion:
+        console.print(escape(found.suggestion), highlight=False, soft_wrap=True)
+
+
+def _estimate_table(name: str, of: Mapping[int, StageEstimate]) -> Table:
+    """A column a stage."""
+    table = Table(name, *(f"ZeRO-{zero}" for zero in of))
+    for column in range(1, 1 + len(of)):
         table.columns[column].justify = "right"
-    stages = list(found.stages.values())
+    stages = list(of.values())
+    piped = [stage for stage in stages if isinstance(stage, PipelineEstimate)]
     table.add_row("model states", *(size(s.model_state_bytes) for s in stages))
     table.add_row("  parameters", *(size(s.states.parameter_bytes) for s in stages))
     table.add_row("  gradients", *(size(s.states.gradient_bytes) for s in stages))
@@ -162,18 +181,21 @@ def print_estimate(console: Console, found: Estimate) -> None:
     for kind in kinds:
         named = "  of it " + kind.replace("_", " ")
         table.add_row(named, *(size(s.bytes_by_kind.get(kind, 0)) for s in stages))
-    for name, held in (("on the host", "host_bytes"), ("on disk", "disk_bytes")):
-        if any(getattr(s, held) for s in stages):
-            table.add_row(name, *(size(getattr(s, held)) for s in stages))
+    for held, key in (("on the host", "host_bytes"), ("on disk", "disk_bytes")):
+        if any(getattr(s, key) for s in stages):
+            table.add_row(held, *(size(getattr(s, key)) for s in stages))
     table.add_row("fits", *("yes" if s.fits else "no" for s in stages))
     table.add_row("sent in a step", *(size(s.traffic_bytes) for s in stages))
+    if piped:
+        table.add_row("  of it between stages", *(size(s.message_bytes) for s in piped))
     table.add_row("step", *(f"{s.step_ms:,.1f} ms" for s in stages))
     table.add_row("  waiting for transfers", *(f"{s.exposed_ms:,.1f} ms" for s in stages))
+    if piped:
+        table.add_row("  schedule", *(s.schedule for s in piped))
+        table.add_row("  ranks idle", *(f"{s.idle_share:.1%}" for s in piped))
     table.add_row("MFU", *(f"{s.mfu:.1%}" for s in stages))
     table.add_row("all ranks", *map(_rate, stages))
-    console.print(table)
-    if found.suggestion:
-        console.print(escape(found.suggestion), highlight=False, soft_wrap=True)
+    return table
 
 
 def _rate(stage: StageEstimate) -> str:

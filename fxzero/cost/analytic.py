@@ -5,7 +5,8 @@ compute     max(FLOPs / (peak · efficiency(FLOPs)), bytes / bandwidth) for each
             (Williams et al. 2009, "Roofline")
 gather      (g−1)·α + (g−1)/g · S/B inside a node of g ranks, then (n−1)·α' + (n−1)/n · S/B'
             between n nodes, S the full bytes: the ring of Thakur et al. 2005, section 4.1,
-            once in each level; and what each further tensor of a bucket takes
+            once in each level; and what each further tensor of a bucket takes. Of ranks that are
+            k apart g/k are in a node, and k groups, g at most, are on its way out: S·k/B'
 all-reduce  a reduce-scatter and a gather: twice that
 copy        α + S/B of the rank's way to its host
 host        an update's bytes over the bandwidth of the host's memory
@@ -188,9 +189,9 @@ def _work_of_outline(nodes: Sequence[fx.Node]) -> Work:
 
 
 def _dtype_of(node: fx.Node) -> str:
-    """The name of the dtype that an operator returns."""
-    value = node.meta["val"]
-    values = value if isinstance(value, (list, tuple)) else (value,)
+    """The name of the dtype that an operator multiplies in: its first operand's. What it returns
+    may be wider: a loss of logits that no one sees is summed up in float32."""
+    values = [source.meta.get("val") for source in node.all_input_nodes]
     found = (DTYPE_NAMES.get(v.dtype) for v in values if isinstance(v, torch.Tensor))
     return next((name for name in found if name), "fp32")
 
@@ -264,26 +265,33 @@ class AnalyticCosts:
         return latency_us + copy.full_bytes / min(rates) * 1e6
 
     def transfer(self, transfer: Transfer) -> TransferCost:
-        """See `CostModel`. The ranks of a group fill nodes one after the other."""
+        """See `CostModel`. The world's ranks fill nodes one after the other: those of a group that
+        are `stride` apart share a node with fewer of their own, and its link with the groups
+        beside theirs, which run the same step at the same time."""
         if transfer.kind is TransferKind.COPY:
             return TransferCost(self._copy_us(transfer))
+        devices = self.cluster.devices_per_node
+        beside = min(transfer.stride, devices)
         if transfer.kind in (TransferKind.SEND, TransferKind.RECEIVE):
             # A pipeline is a mesh's outermost axis: its neighbours are on other nodes.
-            link = self.cluster.inter if self.cluster.num_nodes > 1 else self.cluster.intra
-            us = link.latency_us + transfer.full_bytes / link.bytes_per_s * 1e6
+            leaves = self.cluster.num_nodes > 1 or transfer.stride >= devices
+            link, sharing = (self.cluster.inter, beside) if leaves else (self.cluster.intra, 1)
+            us = link.latency_us + sharing * transfer.full_bytes / link.bytes_per_s * 1e6
             return TransferCost(us, link.host_us + transfer.full_bytes * link.host_s_per_byte * 1e6)
         size = transfer.size
         if size <= 1:
             return TransferCost(0.0)
-        per_node = min(self.cluster.devices_per_node, size)
+        per_node = min(max(devices // transfer.stride, 1), size)
         nodes = -(-size // per_node)
         rounds = 2 if transfer.kind is TransferKind.ALL_REDUCE else 1
         wire_s = host_s = 0.0
-        for ranks, link in ((per_node, self.cluster.intra), (nodes, self.cluster.inter)):
+        inside, between = (per_node, self.cluster.intra, 1), (nodes, self.cluster.inter, beside)
+        for ranks, link, sharing in (inside, between):
             if ranks == 1:
                 continue
             moved = transfer.full_bytes * (ranks - 1) / ranks
             further_s = (transfer.num_tensors - 1) * link.tensor_us * 1e-6
-            wire_s += (ranks - 1) * link.latency_us * 1e-6 + moved / link.bytes_per_s + further_s
+            wire_s += (ranks - 1) * link.latency_us * 1e-6 + further_s
+            wire_s += sharing * moved / link.bytes_per_s
             host_s += moved * link.host_s_per_byte + link.host_us * 1e-6 + further_s
         return TransferCost(rounds * wire_s * 1e6, rounds * host_s * 1e6)

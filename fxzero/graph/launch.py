@@ -21,6 +21,7 @@ from fxzero._compat import OpOverload, resolve_process_group
 from fxzero.graph.operators import num_bytes, tensor_bytes
 from fxzero.graph.stamps import Lane, Role, Stamp
 from fxzero.graph.step_graph import StepGraph
+from fxzero.ranks.groups import Group
 from fxzero.sharding.layout import Axis
 from fxzero.transfer import Transfer, TransferKind
 
@@ -82,6 +83,7 @@ def record_for(kind: TransferKind, axis: Axis, tensor: fx.Node, op: str = "") ->
         full_bytes=full_bytes(kind, axis.group.size, [tensor]),
         size=axis.group.size,
         group=axis.group.name,
+        stride=axis.group.stride,
         dtype=tensor.meta["val"].dtype,
         op=op,
         axis=axis.role.value,
@@ -167,13 +169,14 @@ def record_of_call(node: fx.Node) -> Transfer | None:
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "_c10d_functional":
         return None
-    name = target._opname
-    kind = next((kind for words, kind in _OWN.items() if name.startswith(words)), None)
+    own = target._opname
+    kind = next((kind for words, kind in _OWN.items() if own.startswith(words)), None)
     if kind is None:
         return None
     given = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False))
     given |= node.kwargs
-    group = str(given.get("group_name", ""))
+    name = str(given.get("group_name", ""))
+    group = Group.of(resolve_process_group(name))
     sent = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     values = node.meta["val"]
     made = values if isinstance(values, (list, tuple)) else [values]
@@ -181,8 +184,9 @@ def record_of_call(node: fx.Node) -> Transfer | None:
     return Transfer(
         kind,
         full_bytes=max(sent_bytes, sum(map(tensor_bytes, made))),
-        size=resolve_process_group(group).size(),
-        group=group,
+        size=group.size,
+        group=name,
+        stride=group.stride,
         num_tensors=len(sent),
         dtype=sent[0].meta["val"].dtype,
         op=str(given.get("reduce_op", "")),

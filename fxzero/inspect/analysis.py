@@ -19,7 +19,7 @@ from fxzero.inspect.model_states import ModelStates
 from fxzero.passes.lower_regions import RegionBackend
 from fxzero.schedule.simulate import simulate, simulate_memory
 from fxzero.settings import build, plain
-from fxzero.transfer import Pool, Transfer
+from fxzero.transfer import Pool, Transfer, TransferKind, sent_share
 
 PLAIN = (str, int, float, bool, type(None))
 """What a note may be in JSON; any other one is text."""
@@ -61,11 +61,10 @@ class TransferRow:
 
     @property
     def sent_bytes(self) -> float:
-        """What each rank sends in a step, and receives: (n − 1)/n of the full tensors in a ring of
-        n ranks, twice of an all-reduce."""
-        rounds = 2 if "all_reduce" in self.operator else 1
-        others = (self.num_ranks - 1) / self.num_ranks
-        return self.num_bytes * self.runs * rounds * others * self.between_ranks
+        """What each rank sends in a step, and receives as much."""
+        if not self.between_ranks:
+            return 0.0
+        return self.num_bytes * self.runs * sent_share(TransferKind(self.operator), self.num_ranks)
 
 
 @dataclass(frozen=True)

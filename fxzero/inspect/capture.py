@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -63,6 +64,8 @@ class Capture:
     """The names of parameters that require a gradient."""
     rank: int = 0
     """Whose graphs these are."""
+    num_shards: int = 1
+    """Ranks along the axis that ZeRO shards over; at stage 0 they replicate as all others do."""
 
     def plan(self, settings: Config) -> Plan:
         """What was decided for its graphs, to be written and replayed."""
@@ -126,6 +129,7 @@ def capture(
     step: bool = False,
     micro_batches: int = 1,
     clip_grad_norm: float | None = 1.0,
+    mesh: tuple[int, ...] = (),
     shared: SharedModel | None = None,
 ) -> Capture:
     """Compile one step of a model for `world_size` ranks.
@@ -143,18 +147,23 @@ def capture(
         step: compile the whole step, as `fxzero.compile_step` does, with AdamW.
         micro_batches: of a whole step.
         clip_grad_norm: of a whole step; None does not clip.
+        mesh: how many ranks are along each axis that parameters lie on, (replicate, shard);
+            without it all ranks are along one.
         shared: what captures of the same `build` and sizes make once.
 
     Raises:
         CaptureError: the model has nothing to train, or its step cannot be traced.
-        ConfigError: `build` returned no model with inputs; an option that there is not; see
-            `fake_ranks`.
+        ConfigError: `build` returned no model with inputs; an option that there is not; a mesh of
+            another number of ranks; see `fake_ranks`.
         BatchError: a batch that does not divide by the number of micro-batches.
     """
     settings = Config.from_options({} if options is None else options)
+    sizes_of_mesh = mesh or (world_size,)
+    if math.prod(sizes_of_mesh) != world_size:
+        raise ConfigError(f"mesh={sizes_of_mesh} is not one of {world_size} ranks")
     reset_dynamo()
     with fake_ranks(world_size, rank):
-        mesh = init_device_mesh("cpu", (world_size,))
+        device_mesh = init_device_mesh("cpu", sizes_of_mesh)
         with (
             shared.mode if shared is not None else _compat.fake_tensors(),
             regions_to_look_at(),
@@ -170,7 +179,7 @@ def capture(
             shard(
                 model,
                 zero,
-                mesh=mesh,
+                mesh=device_mesh,
                 param_dtype=param_dtype,
                 reduce_dtype=reduce_dtype,
                 offload=offload,
@@ -180,7 +189,16 @@ def capture(
             else:
                 _run(model, batch, training, settings)
     reset_dynamo()
-    return Capture(tuple(compilations), num_parameters, world_size, zero, batch, trained, rank)
+    return Capture(
+        tuple(compilations),
+        num_parameters,
+        world_size,
+        zero,
+        batch,
+        trained,
+        rank,
+        sizes_of_mesh[-1],
+    )
 
 
 def _built(build: Callable[[], Any], sizes: Sizes, micro_batches: int) -> tuple[nn.Module, Batch]:

@@ -1,6 +1,11 @@
 """What training a model will cost: its step, compiled once for each ZeRO stage on ranks that exist
 only in name, and simulated on a cluster's figures.
 
+    flat group of N ranks     the step's graph, simulated                  one batch a rank
+    replicate=R,shard=S       the same on a mesh of two axes               one batch a rank
+    pipeline=P,…              a micro-step in stages, and a schedule       one batch for P ranks
+                              replayed with them (`fxzero.inspect.pipeline`)
+
 Nothing in it is a formula of the model's size: bytes, traffic and time are those of the graph that
 the passes made, the one that would run.
 """
@@ -8,7 +13,7 @@ the passes made, the one that would run.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,99 +21,18 @@ import torch
 from fxzero.compiler.config import Config
 from fxzero.cost.analytic import DTYPE_NAMES
 from fxzero.cost.cluster import ClusterSpec, load_cluster
+from fxzero.cost.flops import model_flops
 from fxzero.errors import CaptureError, ConfigError
 from fxzero.inspect.analysis import Analysis
 from fxzero.inspect.capture import Capture, SharedModel, capture
-from fxzero.inspect.model_states import ModelStates
-from fxzero.inspect.targets import Target
+from fxzero.inspect.estimate_rows import Estimate, MeshEstimate, PipelineEstimate, StageEstimate
+from fxzero.inspect.mesh import MeshShape
+from fxzero.inspect.pipeline import PipelineReport, micro_step_of, under
+from fxzero.inspect.targets import Batch, Target
+from fxzero.pipeline.schedules import AUTO, table_of
+from fxzero.sharding.pipeline import PIPELINE
 
 EVERY_STAGE = (0, 1, 2, 3)
-
-
-@dataclass(frozen=True)
-class StageEstimate:
-    """One ZeRO stage, figures of one rank."""
-
-    zero: int
-    model_state_bytes: int
-    """Parameters, gradients and optimizer state: `fxzero.inspect.model_states`."""
-    states: ModelStates
-    """The same, apart."""
-    peak_bytes: int
-    """Simulated: the most that the device holds at once in a step."""
-    bytes_by_kind: dict[str, int]
-    """What the peak is made of."""
-    host_bytes: int
-    """Held in the host's memory meanwhile."""
-    disk_bytes: int
-    """Held on disk."""
-    traffic_bytes: int
-    """Sent to other ranks in a step, and as much received."""
-    step_ms: float
-    """Simulated, with the update."""
-    exposed_ms: float
-    """Of it, how long compute stands still for transfers."""
-    mfu: float
-    """What the model computes over what the device could meanwhile: `fxzero.cost.flops`."""
-    samples_per_s: float
-    """Rows of all ranks."""
-    tokens_per_s: float | None
-    """Of all ranks; None where the model reads none."""
-    fits: bool
-    """Whether the peak is within the device's memory."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """All stages that were asked for, side by side."""
-
-    target: str
-    world_size: int
-    cluster: str
-    device: str
-    device_memory_bytes: int
-    num_parameters: int
-    batch: str
-    """What each rank's model is called with."""
-    rows: int
-    """Of each rank's batch."""
-    tokens: int | None
-    """Of each rank's batch."""
-    micro_batches: int
-    param_dtype: str
-    """What is computed with."""
-    flops: float
-    """Of a step on each rank."""
-    stages: dict[int, StageEstimate]
-    """By ZeRO stage."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The same as what `json` can write; stages are keyed by ``"0"`` to ``"3"``."""
-        data = asdict(self)
-        data["stages"] = {str(zero): stage for zero, stage in data["stages"].items()}
-        return data
-
-    @property
-    def suggestion(self) -> str:
-        """What would help, where nothing fits; else nothing."""
-        if any(stage.fits for stage in self.stages.values()):
-            return ""
-        states_fit = [
-            stage.zero
-            for stage in self.stages.values()
-            if stage.model_state_bytes < self.device_memory_bytes
-        ]
-        if states_fit:
-            return (
-                f"The model states of ZeRO-{max(states_fit)} fit, and what a step has beside them "
-                'does not. Repeat what can be repeated, --options \'{"memory_budget": "auto"}\', '
-                "split the batch (--micro-batches), or take a smaller one (--batch)."
-            )
-        return (
-            "Model states alone do not fit. Take more ranks, hold them in the host's memory, "
-            '--options \'{"memory": "all_host"}\', or cut the model into stages of a pipeline '
-            "(fxzero inspect --mesh)."
-        )
 
 
 def estimate(
@@ -116,8 +40,11 @@ def estimate(
     *,
     world_size: int,
     stages: Iterable[int] = EVERY_STAGE,
+    meshes: Iterable[MeshShape] = (),
+    schedule: str = "1f1b",
     cluster: str = "dgx_h100",
     micro_batches: int = 1,
+    clip_grad_norm: float | None = 1.0,
     param_dtype: torch.dtype | None = None,
     seq_len: int | None = None,
     inputs: str | None = None,
@@ -130,8 +57,12 @@ def estimate(
         target: the model; its usual compute dtype and length of a row hold where none is given.
         world_size: ranks that share the model, each with a batch of its own.
         stages: the ZeRO stages.
+        meshes: further layouts of the same ranks, each for all of these stages. The ranks of a
+            pipeline work on one batch together.
+        schedule: of pipelines: `fxzero.pipeline.schedules`.
         cluster: a name in `conf/cluster`, or a YAML file.
-        micro_batches: equal parts that each rank's batch is split in.
+        micro_batches: equal parts that each batch is split in.
+        clip_grad_norm: the norm that gradients are clipped to; None does not clip.
         param_dtype: to gather and compute in.
         seq_len: tokens of a row.
         inputs: all of them by hand.
@@ -140,7 +71,8 @@ def estimate(
 
     Raises:
         CaptureError: the step cannot be traced as one graph.
-        ConfigError: see `capture`.
+        ConfigError: a mesh of another number of ranks, one that the model or the schedule cannot be
+            cut for; see `capture`.
     """
     spec = load_cluster(cluster)
     config = Config.from_options({} if options is None else options)
@@ -149,54 +81,133 @@ def estimate(
             f"cluster={cluster!r} and options' cost.cluster={config.cost.cluster!r} differ"
         )
     config = replace(config, cost=replace(config.cost, cluster=cluster))
+    asked, shapes = list(dict.fromkeys(stages)), list(dict.fromkeys(meshes))
+    if not asked:
+        raise ConfigError("no ZeRO stage was asked for")
+    for shape in shapes:
+        check_mesh(shape, world_size, schedule, micro_batches, config)
     usual = target.usual(param_dtype, seq_len, inputs)
-    found: dict[int, tuple[Capture, Analysis]] = {}
-    shared = SharedModel()
-    for zero in dict.fromkeys(stages):
-        captured = capture(
-            target.build,
-            zero=zero,
-            world_size=world_size,
-            step=True,
-            micro_batches=micro_batches,
-            options=config,
-            shared=shared,
+    step = _Step(
+        target,
+        spec,
+        world_size,
+        micro_batches,
+        {
+            "micro_batches": micro_batches,
+            "clip_grad_norm": clip_grad_norm,
+            "options": config,
+            "shared": SharedModel(),
             **usual,
             **settings,
+        },
+    )
+    first, *_ = flat = [step.captured(zero) for zero in asked]
+    return Estimate(
+        target=target.name,
+        world_size=world_size,
+        cluster=spec.name,
+        device=spec.device.name,
+        device_memory_bytes=int(spec.device.memory_bytes),
+        num_parameters=first.num_parameters,
+        batch=first.batch.text(),
+        rows=first.batch.num_rows or 1,
+        tokens=first.batch.num_tokens,
+        micro_batches=micro_batches,
+        param_dtype=str(first.dtype).removeprefix("torch."),
+        flops=first.flops,
+        stages={found.stage.zero: found.stage for found in flat},
+        meshes={str(shape): step.on_mesh(shape, asked, schedule) for shape in shapes},
+    )
+
+
+def check_mesh(
+    mesh: MeshShape, world_size: int, schedule: str, micro_batches: int, config: Config
+) -> None:
+    """See, before anything is captured, that ranks can be laid out so.
+
+    Raises:
+        ConfigError: it is a mesh of another number of ranks; or a pipeline of one rank, one that
+            the schedule is not for, or one whose ranks would hold something on the host.
+    """
+    mesh.check(world_size)
+    if not mesh.is_pipeline:
+        return
+    num_ranks = mesh.along(PIPELINE)
+    if num_ranks == 1:
+        raise ConfigError(
+            f"--mesh {mesh} is no pipeline: one rank has all stages. Leave the axis out: what its "
+            "ranks would do is shown without it."
+        )
+    if schedule != AUTO:
+        table_of(schedule, num_ranks, micro_batches)
+    filled = config.filled
+    moved = {
+        "offload_states": filled.offload_states.share,
+        "offload_params": filled.offload_params.share,
+        "offload_activations": filled.offload_activations.share,
+    }
+    for name, share in moved.items():
+        if share:
+            raise ConfigError(
+                f"--mesh {mesh}: what ranks of a pipeline hold is estimated on the device alone, "
+                f"and {name}.share={share} moves some of it to the host. Leave out one of both."
+            )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """One ZeRO stage's figures, and what they share with the others'."""
+
+    stage: StageEstimate
+    num_parameters: int
+    batch: Batch
+    dtype: torch.dtype
+    flops: float
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step whose ranks are laid out in several ways."""
+
+    target: Target
+    cluster: ClusterSpec
+    world_size: int
+    micro_batches: int
+    settings: Mapping[str, Any]
+    """Of every capture."""
+
+    def on_mesh(self, mesh: MeshShape, stages: Iterable[int], schedule: str) -> MeshEstimate:
+        """All stages on a mesh."""
+        found: dict[int, StageEstimate] = {
+            zero: self.pipelined(zero, mesh, schedule)
+            if mesh.is_pipeline
+            else self.captured(zero, mesh.sizes).stage
+            for zero in stages
+        }
+        return MeshEstimate(dict(mesh.axes), self.world_size // mesh.along(PIPELINE), found)
+
+    def captured(self, zero: int, mesh: tuple[int, ...] = ()) -> _Found:
+        """One stage, of a group of all ranks or on a mesh of axes that parameters lie on.
+
+        Raises:
+            CaptureError: the step is several graphs.
+        """
+        captured = capture(
+            self.target.build,
+            zero=zero,
+            world_size=self.world_size,
+            step=True,
+            mesh=mesh,
+            **self.settings,
         )
         if len(captured.compilations) != 1:
             raise CaptureError(
-                f"the step of {target.name} is {len(captured.compilations)} graphs, and its cost "
-                "is that of one. `fxzero inspect` without --step shows what breaks it."
+                f"the step of {self.target.name} is {len(captured.compilations)} graphs, and its "
+                "cost is that of one. `fxzero inspect` without --step shows what breaks it."
             )
         analysis = Analysis.of(captured)
-        if found:  # of one stage's graphs dtypes are read; the others would only be in the way
-            captured = replace(captured, compilations=())
-        found[zero] = captured, analysis
-    if not found:
-        raise ConfigError("no ZeRO stage was asked for")
-    return _together(target, spec, world_size, micro_batches, found)
-
-
-def _together(
-    target: Target,
-    spec: ClusterSpec,
-    world_size: int,
-    micro_batches: int,
-    found: Mapping[int, tuple[Capture, Analysis]],
-) -> Estimate:
-    captured, analysis = next(iter(found.values()))
-    batch = captured.batch
-    computed = _dtype_of(captured)
-    rows = batch.num_rows or 1
-    tokens = batch.num_tokens
-    peak_flops = spec.device.peak_flops
-    flops_per_s = peak_flops.get(DTYPE_NAMES.get(computed, "fp32"), peak_flops["fp32"])
-
-    def stage(zero: int, analysis: Analysis) -> StageEstimate:
         (row,) = analysis.schedules
-        seconds = row.makespan_us * 1e-6
-        return StageEstimate(
+        stage = StageEstimate(
             zero=zero,
             model_state_bytes=analysis.states.num_bytes,
             states=analysis.states,
@@ -205,29 +216,84 @@ def _together(
             host_bytes=row.host_bytes,
             disk_bytes=row.disk_bytes,
             traffic_bytes=round(analysis.sent_bytes()),
-            step_ms=row.makespan_us * 1e-3,
-            exposed_ms=row.exposed_us * 1e-3,
-            mfu=analysis.flops / (seconds * flops_per_s),
-            samples_per_s=rows * world_size / seconds,
-            tokens_per_s=None if tokens is None else tokens * world_size / seconds,
-            fits=row.peak_bytes <= spec.device.memory_bytes,
+            **self._times(captured, analysis.flops, row.makespan_us, row.exposed_us),
+            fits=self._fits(row.peak_bytes),
+        )
+        # The graphs go with the capture: the next stage's need their room.
+        return _Found(
+            stage, captured.num_parameters, captured.batch, _dtype_of(captured), analysis.flops
         )
 
-    return Estimate(
-        target=target.name,
-        world_size=world_size,
-        cluster=spec.name,
-        device=spec.device.name,
-        device_memory_bytes=int(spec.device.memory_bytes),
-        num_parameters=captured.num_parameters,
-        batch=batch.text(),
-        rows=rows,
-        tokens=tokens,
-        micro_batches=micro_batches,
-        param_dtype=str(computed).removeprefix("torch."),
-        flops=analysis.flops,
-        stages={zero: stage(zero, of_stage) for zero, (_, of_stage) in found.items()},
-    )
+    def pipelined(self, zero: int, mesh: MeshShape, schedule: str) -> PipelineEstimate:
+        """One stage, within the stages of a pipeline."""
+        inner = mesh.of_a_stage
+        step = micro_step_of(
+            self.target.build, zero=zero, world_size=len(inner), mesh=inner.sizes, **self.settings
+        )
+        report = under(schedule, step, mesh.along(PIPELINE), self.micro_batches)
+        clips = self.settings["clip_grad_norm"] is not None
+        step_us = _until_updated(report, clips)
+        computing = zip(report.idle_shares, report.update_us, strict=True)
+        busy_us = [report.step_us * (1 - idle) + update_us for idle, update_us in computing]
+        place = max(range(report.num_ranks), key=report.peak_bytes.__getitem__)
+        (compilation,) = step.capture.compilations
+        assert compilation.joint is not None
+        flops = model_flops(compilation.joint)
+        return PipelineEstimate(
+            zero=zero,
+            model_state_bytes=report.states[place].num_bytes,
+            states=report.states[place],
+            peak_bytes=report.peak_bytes[place],
+            bytes_by_kind=report.bytes_by_kind[place],
+            host_bytes=0,
+            disk_bytes=0,
+            traffic_bytes=round(max(report.sent_bytes)),
+            **self._times(step.capture, flops, step_us, report.exposed_us, report.num_ranks),
+            fits=self._fits(report.peak_bytes[place]),
+            schedule=report.schedule,
+            place=place,
+            message_bytes=max(report.message_bytes),
+            idle_share=1 - sum(busy_us) / (step_us * report.num_ranks),
+        )
+
+    def _fits(self, peak_bytes: int) -> bool:
+        return peak_bytes <= self.cluster.device.memory_bytes
+
+    def _times(
+        self,
+        captured: Capture,
+        flops: float,
+        step_us: float,
+        exposed_us: float,
+        ranks_per_batch: int = 1,
+    ) -> dict[str, Any]:
+        """What follows from how long a step takes.
+
+        Args:
+            flops: of a batch.
+            ranks_per_batch: how many work on it together.
+        """
+        seconds, batches = step_us * 1e-6, self.world_size // ranks_per_batch
+        rows, tokens = captured.batch.num_rows or 1, captured.batch.num_tokens
+        peaks = self.cluster.device.peak_flops
+        flops_per_s = peaks.get(DTYPE_NAMES.get(_dtype_of(captured), "fp32"), peaks["fp32"])
+        return {
+            "step_ms": step_us * 1e-3,
+            "exposed_ms": exposed_us * 1e-3,
+            "mfu": flops / (seconds * flops_per_s * ranks_per_batch),
+            "samples_per_s": rows * batches / seconds,
+            "tokens_per_s": None if tokens is None else tokens * batches / seconds,
+        }
+
+
+def _until_updated(report: PipelineReport, clips: bool) -> float:
+    """A pipeline's step with its update, which a rank begins when it has ended; where gradients are
+    clipped, when all have: their norm is of all of them."""
+    ends = [
+        report.step_us if clips else max(report.replayed.end_us[a] for a in row)
+        for row in report.replayed.table.ranks
+    ]
+    return max(end + us for end, us in zip(ends, report.update_us, strict=True))
 
 
 def _dtype_of(captured: Capture) -> torch.dtype:

@@ -87,7 +87,14 @@ def find_holders(
             budget.bytes_of(lambda: Config().cost.device_bytes(device_of(graph))),
             states_of(wanted.zero, wanted.num_shards),
         )
-    found = holders_of(graph, costs, num_stages, micro_steps, limit=limit)
+    found = holders_of(
+        graph,
+        costs,
+        num_stages,
+        micro_steps,
+        limit=limit,
+        ranks_per_stage=wanted.ranks_per_stage,
+    )
     empty = set(range(num_stages)).difference(*found.values())
     if empty:
         raise ConfigError(

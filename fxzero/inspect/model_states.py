@@ -51,9 +51,16 @@ class ModelStates:
         Args:
             trained: the names of those that are trained.
         """
+        return sum(ModelStates.by_parameter(graphs, trained).values(), ModelStates())
+
+    @staticmethod
+    def by_parameter(
+        graphs: Iterable[StepGraph], trained: frozenset[str]
+    ) -> dict[str, ModelStates]:
+        """The same of each parameter, by name."""
         specs = {key: spec for graph in graphs for key, spec in graph.specs.items()}
-        every = (_states(spec, spec.name in trained) for spec in specs.values() if spec.is_here)
-        return sum(every, ModelStates())
+        here = [spec for spec in specs.values() if spec.is_here]
+        return {spec.name: _states(spec, spec.name in trained) for spec in here}
 
 
 def _states(spec: ParamSpec, trained: bool) -> ModelStates:

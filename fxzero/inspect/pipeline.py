@@ -9,7 +9,8 @@ there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -19,15 +20,21 @@ from fxzero.compiler.memory_budget import NO_BUDGET
 from fxzero.cost import CostModel
 from fxzero.cost.settings import device_of
 from fxzero.errors import ConfigError
-from fxzero.graph import StepGraph
+from fxzero.graph import Phase, StepGraph
+from fxzero.graph.stamps import stamp_of
 from fxzero.inspect.capture import Capture, capture
+from fxzero.inspect.model_states import ModelStates
 from fxzero.inspect.zero_inside import ZeroInside
 from fxzero.passes import Recompute
 from fxzero.passes.base import Context, Notes, Pass
+from fxzero.passes.lower_regions import RegionBackend
 from fxzero.pipeline.replay import PipelineReplay, replay_table, weights_last
 from fxzero.pipeline.schedules import AUTO, table_of
 from fxzero.pipeline.tables import TABLES, Action, Table, Work, in_flight
+from fxzero.schedule.engine import COMPUTE
+from fxzero.schedule.simulate import tasks_of
 from fxzero.schedule.stages import Limit, Stages, stages_of
+from fxzero.schedule.storage import Kind
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,19 @@ class PipelineReport:
     peak_bytes: tuple[int, ...]
     """By rank: model states, what its micro-steps in flight save, and full parameters and gradients
     on their way. Temporaries of operators are not in it."""
+    bytes_by_kind: tuple[dict[str, int], ...]
+    """By rank, what that is made of."""
+    states: tuple[ModelStates, ...]
+    """By rank, the model states of its stages."""
+    sent_bytes: tuple[float, ...]
+    """By rank, what it sends in a step: to the ranks that share its stages, and to its neighbours
+    along the pipeline. Not what is sent of tied parameters, of the loss and of the norm."""
+    message_bytes: tuple[int, ...]
+    """Of it, to neighbours."""
+    update_us: tuple[float, ...]
+    """By rank, what the update takes of its parameters."""
+    exposed_us: float
+    """By how much a step is longer than if nothing that travels took time."""
     step_us: float
     """Forwards and backwards, with gathers and reduces beside them; not the update."""
     picture: str
@@ -58,7 +78,7 @@ class PipelineReport:
     def to_json(self) -> dict[str, Any]:
         """The same as what `json` can write."""
         data = asdict(replace(self, replayed=None))  # type: ignore[arg-type]
-        del data["replayed"]
+        del data["replayed"], data["found"]["holders"]
         return {**data, "imbalance": self.found.imbalance}
 
 
@@ -176,12 +196,47 @@ def as_pipeline(micro_step: MicroStep, table: Table) -> PipelineReport:
     limit = None
     if micro_step.budget_bytes is not None:
         limit = Limit.of(table, micro_step.budget_bytes, inside.states)
-    found = stages_of(micro_step.graph, costs, table.num_stages, table.num_micro_steps, limit=limit)
-    compute_us = _compute_us(found)
+    found = stages_of(
+        micro_step.graph,
+        costs,
+        table.num_stages,
+        table.num_micro_steps,
+        limit=limit,
+        ranks_per_stage=micro_step.capture.world_size,
+    )
+    compute_us = inside.casting(_compute_us(found), found.stages, table)
     beside_us = inside.beside(compute_us, found.stages, table)
     early_us = weights_last(compute_us)
     replayed = replay_table(table, beside_us, _transfer_us(found), early_us)
-    return _report(table, found, inside, replayed, costs.name)
+    alone = replay_table(table, compute_us, early_us=early_us)
+    by_kind = _held_by_rank(table, found, inside)
+    shares = [stage.num_parameters / inside.num_parameters for stage in found.stages]
+    states = [ModelStates()] * table.num_ranks
+    update_us, whole_us = [0.0] * table.num_ranks, _update_us(micro_step)
+    for stage, own in enumerate(inside.states_of_stages(found)):
+        states[table.rank_of[stage]] += own
+        update_us[table.rank_of[stage]] += shares[stage] * whole_us
+    messages = _message_bytes(table, found)
+    return PipelineReport(
+        schedule=table.name,
+        num_ranks=table.num_ranks,
+        num_micro_batches=table.num_micro_steps,
+        costs=costs.name,
+        found=found,
+        rank_of=tuple(table.rank_of[stage] for stage in range(table.num_stages)),
+        in_flight=replayed.in_flight,
+        idle_shares=replayed.idle_shares,
+        peak_bytes=tuple(sum(kinds.values()) for kinds in by_kind),
+        bytes_by_kind=tuple(dict(kinds) for kinds in by_kind),
+        states=tuple(states),
+        sent_bytes=tuple(map(sum, zip(_sent_inside(table, inside, shares), messages, strict=True))),
+        message_bytes=messages,
+        update_us=tuple(update_us),
+        exposed_us=replayed.makespan_us - alone.makespan_us,
+        step_us=replayed.makespan_us,
+        picture=replayed.picture(),
+        replayed=replayed,
+    )
 
 
 def _compute_us(found: Stages) -> Callable[[Action], float]:
@@ -210,25 +265,55 @@ def _transfer_us(found: Stages) -> Callable[[Action, Action], float]:
     return transfer_us
 
 
-def _report(
-    table: Table, found: Stages, inside: ZeroInside, replayed: PipelineReplay, costs: str
-) -> PipelineReport:
-    held = [0] * table.num_ranks
-    flights = in_flight(table)
-    for number, stage in enumerate(found.stages):
-        own = inside.held_bytes(stage) + flights[number] * stage.saved_bytes
-        held[table.rank_of[number]] += own
-    return PipelineReport(
-        schedule=table.name,
-        num_ranks=table.num_ranks,
-        num_micro_batches=table.num_micro_steps,
-        costs=costs,
-        found=found,
-        rank_of=tuple(table.rank_of[stage] for stage in range(table.num_stages)),
-        in_flight=replayed.in_flight,
-        idle_shares=replayed.idle_shares,
-        peak_bytes=tuple(held),
-        step_us=replayed.makespan_us,
-        picture=replayed.picture(),
-        replayed=replayed,
+def _update_us(micro_step: MicroStep) -> float:
+    """What the update of all parameters takes that a rank of a stage holds, as the step's graph has
+    it: compute alone."""
+    (compilation,) = micro_step.capture.compilations
+    assert compilation.joint is not None
+    fuses = compilation.config.lower_regions.backend is RegionBackend.INDUCTOR
+    program = tasks_of(compilation.joint, micro_step.costs, fuses=fuses)
+    return sum(
+        task.us
+        for task, nodes in zip(program.graph.tasks, program.groups, strict=True)
+        if task.resource == COMPUTE and stamp_of(nodes[0]).phase is Phase.OPTIMIZER
     )
+
+
+def _held_by_rank(table: Table, found: Stages, inside: ZeroInside) -> list[Counter[str]]:
+    """By rank, what it holds at most for its stages, by what it is for."""
+    held: list[Counter[str]] = [Counter() for _ in table.ranks]
+    every = zip(found.stages, inside.states_of_stages(found), in_flight(table), strict=True)
+    for number, (stage, states, flights) in enumerate(every):
+        held[table.rank_of[number]] += Counter(
+            {
+                Kind.PARAMETERS.value: states.parameter_bytes,
+                Kind.OPTIMIZER_STATE.value: states.optimizer_bytes,
+                Kind.GRADIENTS.value: states.gradient_bytes + inside.reduced_bytes(stage),
+                Kind.GATHERED.value: inside.gathered_bytes(stage),
+                Kind.ACTIVATIONS.value: flights * stage.saved_bytes,
+            }
+        )
+    return held
+
+
+def _sent_inside(table: Table, inside: ZeroInside, shares: Sequence[float]) -> list[float]:
+    """By rank, what it sends in a step to those that share its stages."""
+    moved_by = inside.moved_by(table)
+    return [
+        sum(shares[a.stage] * sum(moved.sent_bytes for moved in moved_by(a)) for a in row)
+        for row in table.ranks
+    ]
+
+
+def _message_bytes(table: Table, found: Stages) -> tuple[int, ...]:
+    """By rank, what it sends in a step to its neighbours along the pipeline."""
+    sent = [0] * table.num_ranks
+    for row in table.ranks:
+        for action in row:
+            for need in table.needs(action):
+                source, target = table.rank_of[need.stage], table.rank_of[action.stage]
+                if source != target:
+                    crossing = found.crossings[min(need.stage, action.stage)]
+                    is_forward = action.work is Work.FORWARD
+                    sent[source] += crossing.num_bytes if is_forward else crossing.gradient_bytes
+    return tuple(sent)

@@ -11,6 +11,8 @@ import atexit
 import os
 import sys
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,11 @@ class Group:
     """This process's place in it."""
     ranks: frozenset[int] = field(repr=False)
     """Whose they are, by their place in the world."""
+
+    @cached_property
+    def stride(self) -> int:
+        """How far apart in the world two neighbours of it are, the nearest ones; 1 of one rank."""
+        return min((b - a for a, b in pairwise(sorted(self.ranks))), default=1)
 
     @staticmethod
     def of(process_group: dist.ProcessGroup) -> Group:

@@ -31,6 +31,7 @@ def part_record(value: Tensor, along: Along) -> Transfer:
         full_bytes=part_length(value.numel(), size) * size * value.element_size(),
         size=size,
         group=along.group.name,
+        stride=along.group.stride,
         dtype=value.dtype,
         axis=along.name,
     )

@@ -132,6 +132,8 @@ class Stages:
     """Names of parameters that several stages hold."""
     us: float
     """What the objective says that all micro-steps take: see `fxzero.schedule.stage_cuts`."""
+    holders: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    """By name of a parameter, the stages that read it, and hold it therefore."""
 
     @property
     def imbalance(self) -> float:
@@ -277,23 +279,25 @@ def stages_of(
     num_micro_steps: int,
     *,
     limit: Limit | None = None,
+    ranks_per_stage: int = 1,
 ) -> Stages:
     """Cut a micro-step into stages, for the least time of all micro-steps.
 
     Args:
         graph: stamped, with all layers in it.
         limit: what a stage may hold.
+        ranks_per_stage: how far apart in the world neighbours along the pipeline are.
 
     Raises:
         ConfigError: there are more stages than places to cut at, or none fit the budget.
     """
-    order = Order(Operators(graph, costs))
+    order = Order(Operators(graph, costs), ranks_per_stage)
     borders, us = _borders(order, num_stages, num_micro_steps, limit)
     stages = [order.stage(first, until) for first, until in pairwise(borders)]
     crossings = [order.crossing(at) for at in borders[1:-1]]
     holders = _holders(order, borders)
     shared = sorted(name for name, held in holders.items() if len(held) > 1)
-    return Stages(tuple(stages), tuple(crossings), tuple(shared), us)
+    return Stages(tuple(stages), tuple(crossings), tuple(shared), us, holders)
 
 
 def holders_of(
@@ -303,13 +307,16 @@ def holders_of(
     num_micro_steps: int,
     *,
     limit: Limit | None = None,
+    ranks_per_stage: int = 1,
 ) -> dict[str, tuple[int, ...]]:
     """By name of a parameter, the stages that read it if a micro-step is cut for the least time.
+
+    Args: see `stages_of`.
 
     Raises:
         ConfigError: there are more stages than places to cut at, or none fit the budget.
     """
-    order = Order(Operators(graph, costs))
+    order = Order(Operators(graph, costs), ranks_per_stage)
     borders, _ = _borders(order, num_stages, num_micro_steps, limit)
     return _holders(order, borders)
 
@@ -359,8 +366,9 @@ def _borders(
 class Order:
     """Operators one behind the other, and what crosses between two of them."""
 
-    def __init__(self, operators: Operators) -> None:
+    def __init__(self, operators: Operators, ranks_per_stage: int = 1) -> None:
         self.operators = operators
+        self.ranks_per_stage = ranks_per_stage
         self.own = operators.own
         self.last = operators.last_read()
         self.saved = operators.saved()
@@ -439,7 +447,9 @@ class Order:
         return math.prod(spec.local_shape) * spec.dtype.itemsize
 
     def _travel_us(self, both_bytes: float) -> float:
-        record = Transfer(TransferKind.ALL_GATHER, full_bytes=int(2 * both_bytes), size=2)
+        record = Transfer(
+            TransferKind.ALL_GATHER, int(2 * both_bytes), size=2, stride=self.ranks_per_stage
+        )
         return self.operators.costs.transfer(record).wire_us  # half of it crosses: what is sent
 
     def crossing(self, at: int) -> Crossing:

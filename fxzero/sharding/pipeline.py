@@ -52,6 +52,8 @@ class StagesWanted:
     """Ranks over which a stage's parameters are sharded."""
     memory_budget: str | None
     """What a rank may hold, if that is bounded."""
+    ranks_per_stage: int = 1
+    """How far apart in the world neighbours along the pipeline are."""
 
 
 find_holders: Callable[[nn.Module, Any, StagesWanted], dict[str, tuple[int, ...]]] | None = None

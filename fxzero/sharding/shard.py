@@ -388,6 +388,7 @@ def _holders(
         zero,
         mesh.size(names.index("shard")) if "shard" in names else 1,
         None if memory_budget is None else str(memory_budget),
+        mesh.size() // mesh.size(0),
     )
     return pipeline_rooms.find_holders(model, example_inputs, wanted)
 

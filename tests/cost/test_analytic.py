@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from fxzero.cost import AnalyticCosts, ClusterSpec, DeviceSpec, LinkSpec, load_c
 from fxzero.cost.analytic import flops_of, work_of
 from fxzero.cost.cluster import guess_cluster, known_clusters
 from fxzero.errors import ConfigError
+from fxzero.inspect.pipeline import micro_step_of
 from fxzero.transfer import Transfer, TransferKind
 from tests.tracing import of, scheduled, trace
 
@@ -47,6 +49,25 @@ def test_an_all_reduce_is_two() -> None:
     assert twice.host_us == 2 * once.host_us
 
 
+def test_ranks_that_are_apart_share_the_way_out_of_their_node() -> None:
+    """Four ranks, each four from the next one, are on nodes of their own, and on each node four
+    groups send at once; two from the next one two are in a node."""
+    full = 4_000_000
+    record = Transfer(TransferKind.ALL_GATHER, full, 4, stride=4)
+    assert costs().transfer(record).wire_us == pytest.approx(3 * 10 + 4 * 3_000_000 / 1e8 * 1e6)
+    inside = 1 * 2 + full / 2 / 1e9 * 1e6
+    between = 1 * 10 + 2 * full / 2 / 1e8 * 1e6
+    found = costs().transfer(replace(record, stride=2))
+    assert found.wire_us == pytest.approx(inside + between)
+
+
+def test_a_message_to_a_neighbour_that_is_apart() -> None:
+    """Within a node by its own link; from one node to the next all of a node's ranks send."""
+    for stride, us in ((1, 2 + 1e6 / 1e3), (4, 10 + 4 * 1e6 / 1e2), (8, 10 + 4 * 1e6 / 1e2)):
+        record = Transfer(TransferKind.SEND, 1_000_000, 2, stride=stride)
+        assert costs().transfer(record).wire_us == pytest.approx(us)
+
+
 def test_alone_nothing_is_moved() -> None:
     """A group of one."""
     assert costs().transfer(Transfer(TransferKind.ALL_GATHER, 1 << 20, 1)).wire_us == 0
@@ -65,6 +86,33 @@ def test_a_matrix_product_is_bound_by_flops_or_by_bytes() -> None:
     ((flops, moved, dtype),) = work.products
     assert (flops, moved, dtype) == (2 * 16 * 64 * 32, 4 * (16 * 64 + 64 * 32 + 16 * 32), "fp32")
     assert costs().compute_us([product]) == pytest.approx(flops / 1e9 * 1e6)
+
+
+def test_products_have_the_dtype_of_their_operands() -> None:
+    """A cross-entropy that makes its logits by itself multiplies in bfloat16, and returns a loss in
+    float32."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(64, 4096, bias=False, dtype=torch.bfloat16)
+
+        def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.head(x).float(), targets)
+
+    def build() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+        x = torch.zeros(256, 64, dtype=torch.bfloat16)
+        return Head(), (x, torch.zeros(256, dtype=torch.int64))
+
+    options = {"lower_kernels": {"min_logits_bytes": 0}}
+    graph = micro_step_of(build, micro_batches=1, zero=0, world_size=1, options=options).graph
+    (loss,) = graph.graph.find_nodes(
+        op="call_function", target=torch.ops.fxzero.linear_cross_entropy.default
+    )
+    assert loss.meta["val"][0].dtype is torch.float32
+    products = work_of([n for n in graph.graph.nodes if n.op == "call_function"]).products
+    assert sum(flops for flops, _, _ in products) >= 2 * 2 * 256 * 64 * 4096
+    assert {dtype for _, _, dtype in products} == {"bf16"}
 
 
 def test_a_fused_chain_reads_and_writes_once() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
@@ -20,9 +22,11 @@ import fxzero
 from examples.benchmarks.measure import allocated_peak_bytes
 from examples.models import gpt_bench
 from fxzero.cli.app import app
+from fxzero.cli.tables import print_estimate
 from fxzero.cost.cluster import load_cluster
 from fxzero.errors import CaptureError, ConfigError, FxZeroWarning
-from fxzero.inspect.estimate import Estimate, StageEstimate, estimate
+from fxzero.inspect.estimate import estimate
+from fxzero.inspect.estimate_rows import Estimate, MeshEstimate, PipelineEstimate, StageEstimate
 from fxzero.inspect.formulas import deepspeed_rows, paper_bytes
 from fxzero.inspect.targets import Target, load
 from tests.parity.harness import Pools
@@ -272,6 +276,14 @@ def test_the_command_and_its_json() -> None:
     assert all(math.isfinite(v) for v in stage.values() if isinstance(v, float))
 
 
+def test_a_target_is_shown_as_it_was_written() -> None:
+    """Rich would read ``:llama:`` as a picture."""
+    console = Console(width=200, file=io.StringIO())
+    found = of(chain_of(2), world_size=2, stages=[3], cluster="laptop")
+    print_estimate(console, replace(found, target="hf:llama"))
+    assert console.file.getvalue().startswith("hf:llama: ")  # type: ignore[attr-defined]
+
+
 def test_formulas_on_the_command_line() -> None:
     """Three significant digits, as the paper has them."""
     result = call("--params", "7.5e9", "--world-size", "64")
@@ -364,7 +376,7 @@ def test_the_documentation_names_every_key() -> None:
     table = page.split("## JSON")[1].split("Exit codes")[0]
     first = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]
     named = {word for cell in first for word in re.findall(r"`(\w+)`", cell)}
-    kinds = (Estimate, StageEstimate)
+    kinds = (Estimate, StageEstimate, MeshEstimate, PipelineEstimate)
     assert named == {f.name for kind in kinds for f in fields(kind)}
 
 

@@ -262,7 +262,10 @@ def test_zero_inside_of_stages_takes_time_and_memory() -> None:
         stages = found[zero].found.stages
         moves_us = inside.beside(lambda action: 0.0, stages, table_of("1f1b", 2, 4))
         share = stages[1].num_parameters / inside.num_parameters
-        gather_us, reduce_us = share * inside.gather.wire_us, share * inside.reduce.wire_us
+        gather_us, reduce_us = (
+            share * inside.gather.cost.wire_us,
+            share * inside.reduce.cost.wire_us,
+        )
         for micro_step in range(4):
             first, last = micro_step == 0, micro_step == 3
             gathers = {0: 0, 1: first, 2: first, 3: 1}[zero], {3: 1}.get(zero, 0)

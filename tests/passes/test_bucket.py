@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from examples.models import gpt_bench
 from fxzero.errors import ConfigError
 from fxzero.graph import Phase, Role, StepGraph
 from fxzero.graph.stamps import stamp_of
+from fxzero.inspect.capture import capture
 from fxzero.passes import Bucket
 from fxzero.passes.bucket import join_small
 from tests.passes.test_shard_params import scaled
@@ -274,3 +276,23 @@ def test_small_ones_join_as_if_all_were_looked_at(
     ]
     found = join_small(buckets, cap_bytes, min_bytes)
     assert found == joined_one_by_one(buckets, cap_bytes, min_bytes)
+
+
+def test_what_starts_from_a_joined_reduce_comes_behind_it() -> None:
+    """At stage 0 on two axes a gradient is all-reduced over one and then over the other: where the
+    first ones are joined at the last, the second of an earlier parameter follows. The order is
+    verified behind every pass."""
+    captured = capture(
+        lambda: gpt_bench(num_layers=4),
+        zero=0,
+        world_size=8,
+        mesh=(2, 4),
+        step=True,
+        micro_batches=4,
+        options={"cost": {"cluster": "laptop"}},
+    )
+    (compilation,) = captured.compilations
+    assert compilation.joint is not None
+    reduces = [t.record for t in compilation.joint.transfers() if t.of_parameters]
+    assert {record.size for record in reduces} == {2, 4}
+    assert max(record.num_tensors for record in reduces) > 1
