@@ -203,7 +203,7 @@ def _compare_values(before: Opened, after: Opened) -> tuple[list[ValueDifference
             for rank in range(count):
                 a = mine[rank] if rank < len(mine) else _Missing
                 b = theirs[rank] if rank < len(theirs) else _Missing
-                found += _walk(f"{part} of rank {rank}", a, b)
+                found += _walk(f"{part} of rank {rank}" if count > 1 else part, a, b)
     return found, []
 
 

@@ -116,6 +116,7 @@ class Found:
         wanted = {**self._find_model(), **tied_apart}
         self.parts = self._find_parts()
         self.groups = self._find_groups()
+        self._refuse_own_of_others()
         wanted |= self._find_optimizer()
         self._tell_of_rounding()
         for name, template in wanted.items():
@@ -328,7 +329,6 @@ class Found:
             )
         shared = by_name.shared_names(self.state.model)
         self.model = {name: tensor for name, tensor in tensors.items() if name not in shared}
-        self._refuse_own_of_others()
         return {self._name(self.prefix + name): tensor for name, tensor in self.model.items()}
 
     def _tied_apart(self) -> dict[str, Tensor]:

@@ -54,7 +54,7 @@ def test_every_kind_of_tensor(tmp_path: Path) -> None:
     assert found.index is None
     assert found.num_tensors == 11
     assert found.shared == {"head.weight": "embed.weight"}
-    assert found.left_out == {"optimizer": 15 + len(run.optimizer.param_groups[0]), "values": 4}
+    assert found.left_out == {"optimizer": 15 + len(run.optimizer.param_groups[0]), "values": 5}
     with safetensors.safe_open(found.files[0], "pt") as opened:
         assert opened.metadata() == {"format": "pt", "head.weight": "embed.weight"}
 

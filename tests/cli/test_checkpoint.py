@@ -187,7 +187,7 @@ def test_export(folder: Path, tmp_path: Path) -> None:
     assert f"{newest(folder)}: 11 tensors (" in text
     assert "8 bfloat16" in text
     assert "tied, and written once: head.weight" in text
-    assert "left out: 28 of optimizer, 4 of values" in text
+    assert "left out: 28 of optimizer, 5 of values" in text
     assert f"written: {tmp_path / 'model.safetensors'}" in text
     assert (tmp_path / "model.safetensors").exists()
 
