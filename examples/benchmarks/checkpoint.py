@@ -87,7 +87,7 @@ class Contenders:
     def __init__(self, state: fxzero.TrainState, folder: Path) -> None:
         self.state = state
         self.folder = folder
-        self.parts = {name: local_part(t) for name, t in flat(state.tensors()).items()}
+        self.parts = {name: local_part(t) for name, t in flat(state.look()[0]).items()}
         self.copies = {name: torch.empty_like(part) for name, part in self.parts.items()}
         self.times: dict[str, list[float]] = {}
         self.group = dist.new_group(backend="gloo")
@@ -178,7 +178,7 @@ def main(
     optimizer.step()
     optimizer.zero_grad()
     state = fxzero.TrainState(model, optimizer)
-    tensor_bytes = sum(tensor.nbytes for tensor in flat(state.tensors()).values())
+    tensor_bytes = sum(tensor.nbytes for tensor in flat(state.look()[0]).values())
     ours = folder / "run"
     contenders = Contenders(state, ours)
     ours.mkdir(parents=True, exist_ok=True)

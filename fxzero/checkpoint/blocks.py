@@ -12,6 +12,7 @@ import os
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 from fxzero.checkpoint.manifest import BLOCK_BYTES, FileRecord
 from fxzero.errors import CheckpointError
@@ -35,7 +36,7 @@ class CheckedFile(io.RawIOBase):
         self.record = record
         self._pool = pool
         self._at = 0
-        self._blocks: OrderedDict[int, Future[bytes]] = OrderedDict()
+        self._blocks: OrderedDict[int, Future[memoryview]] = OrderedDict()
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -69,7 +70,7 @@ class CheckedFile(io.RawIOBase):
         filled = 0
         while filled < len(into) and self._at < self.record.bytes:
             block, offset = divmod(self._at, BLOCK_BYTES)
-            data = memoryview(self._block(block))[offset:]
+            data = self._block(block)[offset:]
             count = min(len(data), len(into) - filled)
             into[filled : filled + count] = data[:count]
             filled += count
@@ -85,26 +86,35 @@ class CheckedFile(io.RawIOBase):
         for block in range(len(self.record.blocks)):
             self._block(block)
 
-    def _block(self, number: int) -> bytes:
-        for ahead in range(number, min(number + _AHEAD, len(self.record.blocks))):
-            if ahead not in self._blocks:
-                self._blocks[ahead] = self._pool.submit(self._read, ahead)
-        self._blocks.move_to_end(number)
-        while len(self._blocks) > _KEPT:
-            self._blocks.popitem(last=False)
-        return self._blocks[number].result()
+    def _block(self, number: int) -> memoryview:
+        """A block's bytes, until others are asked for."""
+        found = self._blocks.get(number)
+        if found is None or number + 1 not in self._blocks:
+            for ahead in range(number, min(number + _AHEAD, len(self.record.blocks))):
+                if ahead not in self._blocks:
+                    self._blocks[ahead] = self._pool.submit(self._read, ahead, self._buffer())
+            found = self._blocks[number]
+            self._blocks.move_to_end(number)
+        return found.result()
 
-    def _read(self, number: int) -> bytes:
+    def _buffer(self) -> bytearray:
+        """Memory for a block: that of the one which was wanted longest ago, if there are enough."""
+        if len(self._blocks) < _KEPT:
+            return bytearray(min(BLOCK_BYTES, self.record.bytes))
+        _, oldest = self._blocks.popitem(last=False)
+        return cast(bytearray, oldest.result().obj)
+
+    def _read(self, number: int, buffer: bytearray) -> memoryview:
         begin = number * BLOCK_BYTES
-        wanted = min(BLOCK_BYTES, self.record.bytes - begin)
+        data = memoryview(buffer)[: min(BLOCK_BYTES, self.record.bytes - begin)]
         try:
-            data = os.pread(self._file, wanted, begin)
+            count = os.preadv(self._file, [data], begin)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
-        if hashlib.sha256(data).hexdigest() != self.record.blocks[number]:
+        if count != len(data) or hashlib.sha256(data).hexdigest() != self.record.blocks[number]:
             raise CheckpointError(
                 f"{self.path} was changed since it was written: its bytes {begin} to "
-                f"{begin + wanted} have another hash"
+                f"{begin + len(data)} have another hash"
             )
         return data
 
@@ -127,7 +137,7 @@ class Part(io.RawIOBase):
     def __init__(self, file: CheckedFile | io.FileIO, begin: int, num_bytes: int) -> None:
         self._file = file
         self._begin = begin
-        self._size = num_bytes
+        self.num_bytes = num_bytes
         self._at = 0
 
     def readable(self) -> bool:
@@ -144,13 +154,15 @@ class Part(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Go somewhere else."""
-        self._at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence] + offset
+        self._at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.num_bytes}[
+            whence
+        ] + offset
         return self._at
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Fill a buffer, as far as the stretch goes."""
         into = memoryview(buffer).cast("B")
-        into = into[: max(self._size - self._at, 0)]
+        into = into[: max(self.num_bytes - self._at, 0)]
         self._file.seek(self._begin + self._at)
         count = self._file.readinto(into) or 0
         self._at += count

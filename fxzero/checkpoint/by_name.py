@@ -43,8 +43,9 @@ def plain_name(name: str) -> str:
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """The model's own state dict, under plain names; its tensors are the model's."""
-    return {plain_name(name): value for name, value in unwrapped(model).state_dict().items()}
+    """The model's own state dict, under plain names; its tensors are the model's, as they are."""
+    own = unwrapped(model).state_dict(keep_vars=True)  # each detached would take a while
+    return {plain_name(name): value for name, value in own.items()}
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:

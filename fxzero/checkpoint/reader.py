@@ -37,9 +37,11 @@ from fxzero.errors import CheckpointError
 _THREADS = 2
 _OF_OWN = "ranks."
 """What is before the names of tensors that each rank has for itself: ``ranks.1.model.…``."""
-_NAME_LENGTH = 26
-"""Where in an archive's entry the lengths of its name and of what is behind that are: 2 bytes each.
-(APPNOTE.TXT, 4.3.7)"""
+_HEAD_BYTES = 4096
+"""Of an archive, in which the entries before a tensor's bytes are: some hundred bytes."""
+_ENTRY = b"PK\x03\x04"
+_ENTRY_BYTES = 30
+"""Of the header of an archive's entry; its last four are the lengths of what follows."""
 
 
 class CheckedReader(FileSystemReader):
@@ -194,21 +196,29 @@ def _read_tensor(part: Part, target: Tensor, path: Path) -> None:
     """Read a tensor's bytes past the pickle that is beside them."""
     if not target.numel():
         return
-    part.seek(0)
-    try:
-        with zipfile.ZipFile(part) as archive:
-            (entry,) = (e for e in archive.infolist() if e.filename.endswith("/data/0"))
-        part.seek(entry.header_offset + _NAME_LENGTH)
-        name_bytes, extra_bytes = struct.unpack("<HH", part.read(4))
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
-        raise CheckpointError(f"{path} holds no tensor where one should be ({error})") from error
-    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != target.nbytes:
+    begin = _begin_of_bytes(part)
+    if begin is None or begin + target.nbytes > part.num_bytes:
         raise CheckpointError(
-            f"{path} holds {entry.file_size} bytes where a tensor of {target.nbytes} should be"
+            f"{path} holds no tensor of {target.nbytes} bytes where one should be"
         )
-    part.seek(entry.header_offset + _NAME_LENGTH + 4 + name_bytes + extra_bytes)
-    into = memoryview(target.reshape(-1).view(torch.uint8).numpy().data)
+    part.seek(begin)
+    into = memoryview(target.view(-1).view(torch.uint8).numpy().data)
     assert part.readinto(into) == target.nbytes
+
+
+def _begin_of_bytes(part: Part) -> int | None:
+    """Where in an archive its entry ``data/0`` has its bytes: behind the entry's header, its name
+    and what fills up to the next 64 bytes. (APPNOTE.TXT, 4.3.7)"""
+    part.seek(0)
+    head = part.read(_HEAD_BYTES)
+    found = head.find(_ENTRY)
+    while found >= 0:
+        begin = found + _ENTRY_BYTES
+        name_bytes, extra_bytes = struct.unpack_from("<HH", head, begin - 4)
+        if head[begin : begin + name_bytes].endswith(b"/data/0"):
+            return begin + name_bytes + extra_bytes
+        found = head.find(_ENTRY, found + 1)
+    return None
 
 
 class IntoCopies(DefaultLoadPlanner):

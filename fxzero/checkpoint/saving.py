@@ -215,7 +215,7 @@ class _Job:
         Raises:
             CheckpointError: something in it cannot be saved.
         """
-        self.tensors, self.values = state.tensors(), state.values()
+        self.tensors, self.values = state.look()
         parts = flat(self.tensors)
         self.copies = (
             dict(state.staging.copy(parts))
@@ -373,7 +373,7 @@ def _by_part(ranks: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def _take(state: dict[str, Any], name: str) -> Tensor:
-    """Take a tensor out of `TrainState.tensors`, by the name that files have it under."""
+    """Take a tensor out of `TrainState.look`, by the name that files have it under."""
     root, rest = name.split(".", 1)
     if root == "model":
         state[root] = dict(state[root])

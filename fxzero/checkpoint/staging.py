@@ -23,7 +23,7 @@ _Form = tuple[torch.Size, torch.dtype, bool]
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor, outside of autograd."""
-    return (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 class Staging:

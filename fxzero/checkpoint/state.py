@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
+from fxzero import _compat
 from fxzero.checkpoint import by_name
 from fxzero.checkpoint.random_state import RandomState
 from fxzero.checkpoint.staging import Staging
@@ -114,32 +115,41 @@ class TrainState:
         if rng:
             self.parts[RNG] = RandomState()
 
-    def tensors(self) -> dict[str, Any]:
-        """The model's and the optimizer's tensors, as `fxzero.checkpoint.by_name` has them, each
-        once. They are the ones that are trained, not copies."""
+    def look(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """The state as it is now.
+
+        Returns:
+            The model's and the optimizer's tensors, as `fxzero.checkpoint.by_name` has them, each
+            once: the ones that are trained, not copies. And all else, by part, each as JSON.
+
+        Raises:
+            CheckpointError: something that a checkpoint cannot hold.
+        """
         if self.optimizer is not None:
             use_gradients(self.optimizer)
-        shared = by_name.shared_names(self.model)
-        model = by_name.model_state(self.model)
-        state: dict[str, Any] = {
-            "model": {
-                name: tensor
-                for name, tensor in model.items()
-                if isinstance(tensor, Tensor) and name not in shared
-            }
-        }
-        if self.optimizer is not None:
-            own = by_name.optimizer_state(self.model, self.optimizer)
-            state["optimizer"] = {
-                "state": {
-                    name: {key: value for key, value in s.items() if isinstance(value, Tensor)}
-                    for name, s in own["state"].items()
-                },
-                "param_groups": own["param_groups"],
-            }
-        for name, tensor in flat(state).items():
-            _refuse_layout(name, tensor)
-        return state
+        values = {name: encode(part.state_dict(), name) for name, part in self.parts.items()}
+        values[KINDS] = self.kinds()
+        with _compat.without_torch_function():  # a hundred layers have thousands of tensors
+            shared = by_name.shared_names(self.model)
+            model = by_name.model_state(self.model)
+            tensors: dict[str, Any] = {"model": {}}
+            extra = {}
+            for name, value in model.items():
+                if not isinstance(value, Tensor):
+                    extra[name] = value
+                elif name not in shared:
+                    tensors["model"][name] = value
+            if extra:
+                values[MODEL_VALUES] = encode(extra, "the model's extra state")
+            if self.optimizer is not None:
+                own = by_name.optimizer_state(self.model, self.optimizer)
+                values[GROUPS] = encode(own["param_groups"], GROUPS)
+                states, rest = _apart(own["state"])
+                values[STATE_VALUES] = encode(rest, STATE_VALUES)
+                tensors["optimizer"] = {"state": states, "param_groups": own["param_groups"]}
+            for name, tensor in flat(tensors).items():
+                _refuse_layout(name, tensor)
+        return tensors, {name: json.dumps(value) for name, value in values.items()}
 
     def kinds(self) -> dict[str, str]:
         """The class of each part, and of the optimizer, by name."""
@@ -148,34 +158,12 @@ class TrainState:
             kinds["optimizer"] = type(self.optimizer).__name__
         return kinds
 
-    def values(self) -> dict[str, str]:
-        """All else, by part, each as JSON.
-
-        Raises:
-            CheckpointError: something that JSON cannot hold.
-        """
-        found = {name: encode(part.state_dict(), name) for name, part in self.parts.items()}
-        found[KINDS] = self.kinds()
-        model = by_name.model_state(self.model)
-        extra = {name: value for name, value in model.items() if not isinstance(value, Tensor)}
-        if extra:
-            found[MODEL_VALUES] = encode(extra, "the model's extra state")
-        if self.optimizer is not None:
-            own = by_name.optimizer_state(self.model, self.optimizer)
-            found[GROUPS] = encode(own["param_groups"], GROUPS)
-            rest = {
-                name: {key: value for key, value in s.items() if not isinstance(value, Tensor)}
-                for name, s in own["state"].items()
-            }
-            rest = {name: values for name, values in rest.items() if values}
-            found[STATE_VALUES] = encode(rest, STATE_VALUES)
-        return {name: json.dumps(value) for name, value in found.items()}
-
     def state_dict(self) -> dict[str, Any]:
         """All of it: tensors as they are, and what else there is as Python's own objects. For
         `torch.distributed.checkpoint`, which then finds here what it saves and loads."""
-        values = {name: decode(json.loads(text)) for name, text in self.values().items()}
-        state = self.tensors()
+        state, texts = self.look()
+        values = {name: decode(json.loads(text)) for name, text in texts.items()}
+        state["model"] = {name: tensor.detach() for name, tensor in state["model"].items()}
         state["model"].update(
             {
                 name: state["model"][first]
@@ -259,8 +247,22 @@ class _Generator:
         self.generator.set_state(state["generator"])
 
 
+def _apart(
+    state: Mapping[str, Mapping[str, Any]],
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Any]]]:
+    """Tensors of an optimizer's state, and what else it has, each by parameter."""
+    tensors: dict[str, dict[str, Tensor]] = {}
+    rest: dict[str, dict[str, Any]] = {}
+    for name, values in state.items():
+        tensors[name] = {key: v for key, v in values.items() if isinstance(v, Tensor)}
+        others = {key: v for key, v in values.items() if not isinstance(v, Tensor)}
+        if others:
+            rest[name] = others
+    return tensors, rest
+
+
 def flat(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of `TrainState.tensors` by the names that files have them under."""
+    """The tensors of `TrainState.look` by the names that files have them under."""
     found = {f"model.{name}": tensor for name, tensor in state["model"].items()}
     for name, own in state.get("optimizer", {}).get("state", {}).items():
         found.update({f"optimizer.state.{name}.{key}": tensor for key, tensor in own.items()})
