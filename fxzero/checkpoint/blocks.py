@@ -6,6 +6,7 @@ reader       ──────►             a tensor's bytes are copied out o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
@@ -88,21 +89,20 @@ class CheckedFile(io.RawIOBase):
 
     def _block(self, number: int) -> memoryview:
         """A block's bytes, until others are asked for."""
-        found = self._blocks.get(number)
-        if found is None or number + 1 not in self._blocks:
-            for ahead in range(number, min(number + _AHEAD, len(self.record.blocks))):
-                if ahead not in self._blocks:
-                    self._blocks[ahead] = self._pool.submit(self._read, ahead, self._buffer())
-            found = self._blocks[number]
+        if number in self._blocks:
             self._blocks.move_to_end(number)
-        return found.result()
+        for ahead in range(number, min(number + _AHEAD, len(self.record.blocks))):
+            if ahead not in self._blocks:
+                self._blocks[ahead] = self._pool.submit(self._read, ahead, self._buffer())
+        return self._blocks[number].result()
 
     def _buffer(self) -> bytearray:
         """Memory for a block: that of the one which was wanted longest ago, if there are enough."""
-        if len(self._blocks) < _KEPT:
-            return bytearray(min(BLOCK_BYTES, self.record.bytes))
-        _, oldest = self._blocks.popitem(last=False)
-        return cast(bytearray, oldest.result().obj)
+        if len(self._blocks) >= _KEPT:
+            _, oldest = self._blocks.popitem(last=False)
+            with contextlib.suppress(CheckpointError):  # of no interest: nobody has asked for it
+                return cast(bytearray, oldest.result().obj)
+        return bytearray(min(BLOCK_BYTES, self.record.bytes))
 
     def _read(self, number: int, buffer: bytearray) -> memoryview:
         begin = number * BLOCK_BYTES
