@@ -15,6 +15,7 @@ Full tensors may be loaded into a sharded model: each rank takes its own rows of
 from __future__ import annotations
 
 import copyreg
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ from torch.distributed.tensor import DTensor, Shard
 from fxzero._compat import dtensor_like, local_tensor, plain_reduce, rebuild_function
 from fxzero.errors import ShardingError
 
+_CALLS = 6
+"""How far up whoever asks for a tensor's memory is looked for."""
 _meshes: set[DeviceMesh] = set()
 """Meshes over which models were sharded."""
 
@@ -90,6 +93,29 @@ def _check_place(place: tuple[int, ...], mesh_shape: tuple[int, ...]) -> None:
         "options=StateDictOptions(full_state_dict=True)), and get_optimizer_state_dict alike; or "
         "let every rank save and load a file of its own."
     )
+
+
+def refuse_bytes(func: Callable[..., Any], value: Any) -> None:
+    """See that nobody writes the bytes of a shard to a file that does not say whose they are.
+
+    Safetensors asks for a tensor's memory, and ends as "invalid python storage".
+
+    Raises:
+        ShardingError: it asks for that of a shard, with the calls that are right.
+    """
+    if func not in (Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr):
+        return
+    frame, depth = sys._getframe(1), 0
+    while frame is not None and depth < _CALLS:
+        if "safetensors" in frame.f_code.co_filename.replace("\\", "/").split("/"):
+            raise ShardingError(
+                f"safetensors asks for the memory of a tensor of shape {list(value.shape)}, of "
+                "which this rank has a part: a file of it would not say which. Write the whole "
+                "weights by fxzero.checkpoint.save on all ranks and `fxzero export`, or save what "
+                "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) "
+                "returns on rank 0."
+            )
+        frame, depth = frame.f_back, depth + 1
 
 
 def _take_rows(

@@ -27,6 +27,7 @@ from fxzero._compat import (
 )
 from fxzero.ranks.lost import explaining
 from fxzero.sharding.local_data import assign, describes, refuse_elsewhere, sets_data
+from fxzero.sharding.shard_state import refuse_bytes
 from fxzero.sharding.whereabouts import in_compiler
 from fxzero.sharding.whole_value import (
     COPIES,
@@ -84,6 +85,7 @@ class ShardedValue(DTensor):
             if in_compiler():
                 return func(*args, **(kwargs or {}))
             refuse_elsewhere(func, args)
+            refuse_bytes(func, args[0] if args else None)
             if func is unscale_function():
                 return func(sorted(args[0], key=_is_replicated), *args[1:])
             if sets_data(func):

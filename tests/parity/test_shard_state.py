@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -127,3 +128,30 @@ def load_full(zero: int) -> None:
 def test_a_full_state(ranks: Pools, world: int, zero: int) -> None:
     """Each rank takes its rows, the last one fewer."""
     ranks(world).run(load_full, zero)
+
+
+def saved_by_safetensors(folder: str, zero: int) -> list[str]:
+    """Job: what is raised, and what the call that the error names has written."""
+    model, _ = trained(zero)
+    path = Path(folder) / f"{zero}.safetensors"
+    said = []
+    for save, what in ((save_file, model.state_dict()), (save_model, model)):
+        with pytest.raises(ShardingError) as caught:
+            save(what, path)
+        said.append(str(caught.value))
+    options = StateDictOptions(full_state_dict=True)
+    whole = get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        save_file(whole, path)
+    dist.barrier()
+    expected = full_parameters(model)
+    assert_same(load_file(path), expected, rtol=0)
+    return said
+
+
+@on_two_ranks
+@sharded_stages
+def test_safetensors_of_shards(ranks: Pools, world: int, tmp_path: Path, zero: int) -> None:
+    """Refused on every rank, with the call that is right."""
+    for said in ranks(world).run(saved_by_safetensors, str(tmp_path), zero):
+        assert all("full_state_dict=True" in text and "fxzero export" in text for text in said)
