@@ -24,6 +24,7 @@ _EAGER = ("fxzero/sharding/ops.py",)
 _C10D = ("torch/distributed/distributed_c10d.py",)
 _FUNCTIONAL = ("torch/distributed/_functional_collectives.py",)
 _CALLS = ("torch/_ops.py", *_FUNCTIONAL)
+_SAVING = ("fxzero/checkpoint/saving.py", "fxzero/checkpoint/keeper.py")
 _WORD = re.compile(r"\w+")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
 
@@ -66,7 +67,8 @@ class Place:
 
     kind: str
     """``"fxzero"``: waits in one of our transfers; ``"torch"``: in another collective;
-    ``"elsewhere"``: does something that is no collective."""
+    ``"checkpoint"``: for a checkpoint, which all ranks write together; ``"elsewhere"``: does
+    something that is no collective."""
     name: str
     """What it waits in: equal on ranks that will go on together."""
     line: str
@@ -80,7 +82,7 @@ class Place:
         return self.kind != "elsewhere"
 
     def __str__(self) -> str:
-        what = {"fxzero": "waits in ", "torch": "waits in ", "elsewhere": "is busy"}[self.kind]
+        what = "waits in " if self.waits else "is busy"
         where = f" at {self.line}" if self.line else ""
         bucket = f" ({self.transfer})" if self.transfer else ""
         return f"{what}{self.name if self.waits else ''}{bucket}{where}"
@@ -101,6 +103,9 @@ def place_of(frame: FrameType | None, run: str, transfers: Mapping[str, str]) ->
     if not library:
         return Place("elsewhere", "", line)
     innermost = library[0].f_code.co_filename
+    ours = next((f for f in library if not f.f_code.co_filename.startswith(_PYTHON)), library[0])
+    if ours.f_code.co_filename.endswith(_SAVING):
+        return Place("checkpoint", "a checkpoint", line)
     files = [f.f_code.co_filename for f in library[:16]]
     if innermost.endswith(_OURS) or (innermost.endswith(_CALLS) and _any(files[:6], _EAGER)):
         return Place("fxzero", run, line, transfer_of(library, transfers))

@@ -27,6 +27,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from dataclasses import asdict
 from datetime import timedelta
 from types import FrameType
@@ -44,6 +45,8 @@ from fxzero.ranks.status import Limits, Status
 log = logging.getLogger("fxzero")
 
 _PROBE_TAG = 0x5A2
+_SHOWN = 24
+"""Innermost frames of a rank that waits in vain."""
 _TOKENS = 16
 """Sent to every peer beforehand: so often can it ask whether this process is alive."""
 _VERDICT = "fxzero/watch/verdict"
@@ -312,7 +315,8 @@ class Watch:
 
     def _end(self) -> None:
         """Raise in the main thread: by a receive that times out at once, on its connections."""
-        log.error("%s", self.diagnosis)
+        stack = traceback.format_stack(sys._current_frames().get(self.main.ident or 0))
+        log.error("%s\nRank %d is here:\n%s", self.diagnosis, self.rank, "".join(stack[-_SHOWN:]))
         self.fail(self.diagnosis)
         # Closed connections wake the other ranks: each should have said why by then.
         deadline = time.monotonic() + 4 * self.limits.beat

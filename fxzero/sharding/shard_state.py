@@ -17,6 +17,7 @@ from __future__ import annotations
 import copyreg
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -105,7 +106,8 @@ def refuse_bytes(func: Callable[..., Any], value: Any) -> None:
     """
     if func not in (Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr):
         return
-    frame, depth = sys._getframe(1), 0
+    frame: FrameType | None = sys._getframe(1)
+    depth = 0
     while frame is not None and depth < _CALLS:
         if "safetensors" in frame.f_code.co_filename.replace("\\", "/").split("/"):
             raise ShardingError(
