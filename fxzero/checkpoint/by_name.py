@@ -49,16 +49,19 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:
-    """The further names of tensors that have several, and the first of each."""
+    """The further names of tensors that have several in the state dict, and the first of each."""
     first: dict[int, str] = {}
     found = {}
     inner = unwrapped(model)
+    saved = inner.state_dict(keep_vars=True)
     named: Iterator[tuple[str, Tensor]]
     for named in (
         inner.named_parameters(remove_duplicate=False),
         inner.named_buffers(remove_duplicate=False),
     ):
         for name, tensor in named:
+            if name not in saved:  # a buffer that does not persist
+                continue
             known = first.setdefault(id(tensor), plain_name(name))
             if known != plain_name(name):
                 found[plain_name(name)] = known

@@ -30,7 +30,7 @@ from fxzero.checkpoint.ranks import Ranks
 from fxzero.checkpoint.reader import CheckedReader, IntoCopies, names_of_ranks
 from fxzero.checkpoint.staging import local_part
 from fxzero.checkpoint.state import GROUPS, KINDS, MODEL_VALUES, RNG, STATE_VALUES, TrainState
-from fxzero.checkpoint.values import decode
+from fxzero.checkpoint.values import decode, encode, places_of_kept
 from fxzero.errors import CheckpointError, nearest
 
 log = logging.getLogger("fxzero")
@@ -76,6 +76,8 @@ class Found:
         self.metadata = whole(self.reader.read_metadata)
         self.saved = self.metadata.state_dict_metadata
         self.values_by_part: dict[str, Any] = {}
+        self.encoded: dict[str, Any] = {}
+        """Of them, those of this rank."""
         self.values = whole(self._read_values)
         self.of_ranks = names_of_ranks(self.saved)
         self.left = [f"{name}: as was asked for" for name in sorted(self.leave)]
@@ -100,6 +102,8 @@ class Found:
         """What is read, by names in files."""
         self.parts: dict[str, Any] = {}
         """States of the run's parts."""
+        self._kept: dict[str, Tensor] = {}
+        """Templates of large tensors in them, by place."""
         self._before: dict[str, Any] = {}
         self.groups: list[dict[str, Any]] | None = None
         """The optimizer's groups, by names."""
@@ -117,7 +121,8 @@ class Found:
         self.parts = self._find_parts()
         self.groups = self._find_groups()
         self._refuse_own_of_others()
-        wanted |= self._find_optimizer()
+        kept = self._find_kept()
+        wanted |= {**self._find_optimizer(), **kept}
         self._tell_of_rounding()
         for name, template in wanted.items():
             about = self.saved[name]
@@ -131,6 +136,13 @@ class Found:
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         plan = self.reader.prepare_local_plan(planner.create_local_plan())
         whole(self.reader.read_data, plan, planner)
+        by_place = {
+            name: _like(self.copies[self._name(f"parts.{name}")], template)
+            for name, template in self._kept.items()
+        }
+        for name in self.parts:
+            if name != RNG:
+                self.parts[name] = decode(self.encoded[name], by_place)
         for name in tied_apart:
             first = by_name.shared_names(self.state.model)[name.removeprefix(self.prefix)]
             if not torch.equal(self.copies[name], self.copies[self._name(self.prefix + first)]):
@@ -204,15 +216,18 @@ class Found:
             self.values_by_part = json.loads(data)
             found = {}
             for name, value in self.values_by_part.items():
-                if "all" in value:
-                    found[name] = decode(value["all"])
-                elif self.ranks.size == len(value["ranks"]):
-                    found[name] = decode(value["ranks"][self.ranks.rank])
+                own = value["all"] if "all" in value else self._of_this_rank(value["ranks"])
+                if own is not None:
+                    self.encoded[name] = own
+                    found[name] = decode(own)
         except (ValueError, TypeError, KeyError, AttributeError, CheckpointError) as error:
             raise CheckpointError(
                 f"{self.path / VALUES} is not what a run writes ({type(error).__name__}: {error})"
             ) from error
         return found
+
+    def _of_this_rank(self, of_ranks: list[Any]) -> Any:
+        return of_ranks[self.ranks.rank] if len(of_ranks) == self.ranks.size else None
 
     def _compare_kinds(self) -> None:
         """See that the optimizer and the scheduler are what was saved."""
@@ -251,6 +266,23 @@ class Found:
                     f"equal on all ranks, or leave it as it is by leave=({name!r},)."
                 )
         return parts
+
+    def _find_kept(self) -> dict[str, Tensor]:
+        """Templates of large tensors in the states of parts, by names in files."""
+        for part in self.parts:
+            places = list(places_of_kept(self.encoded.get(part)))
+            here: dict[str, Tensor] = {}
+            if places:
+                encode(self.state.parts[part].state_dict(), part, here)
+            for place in places:
+                about = self._about(f"parts.{place}")
+                if about is None:
+                    raise NotWholeError(f"{self.path} has no tensor {place}, which is part of it")
+                known = here.get(place)
+                if known is None or known.shape != about.size:
+                    known = torch.empty(about.size, dtype=about.properties.dtype)
+                self._kept[place] = known
+        return {self._name(f"parts.{place}"): template for place, template in self._kept.items()}
 
     def _generators(self) -> dict[str, Any]:
         """Generators of a rank that existed then; another one keeps its own."""

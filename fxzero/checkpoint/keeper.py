@@ -62,7 +62,8 @@ class Checkpoints:
         keep: see `fxzero.checkpoint.save`.
         keep_every: see there.
         asynchronous: see there.
-        signals: on which a run saves and stops. A second one does what it did before.
+        signals: on which a run saves and stops. A second SIGINT does what it did before; others
+            change nothing then, as schedulers and torchrun send them to ranks several times.
 
     A checkpoint that cannot be written is a warning, and the run goes on; the last one, on a signal
     or in `finish`, is an error.
@@ -233,9 +234,8 @@ class Checkpoints:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.told_by = signal.Signals(number)
-        before = self._before.pop(self.told_by, None)
-        if before is not None:
-            signal.signal(number, before)
+        if self.told_by is signal.SIGINT:  # who asks twice does not want to wait
+            signal.signal(number, self._before.pop(self.told_by))
 
     def _agree(self) -> bool:
         """Whether a rank was told to stop before its last step but one, or this one alone."""

@@ -165,4 +165,12 @@ def _apply(found: Found, ranks: Ranks) -> None:
     except CheckpointError:
         found.take_back()
         raise
-    found.apply()
+    try:
+        found.apply()
+    except Exception as met:
+        found.take_back()
+        raise CheckpointError(
+            f"{found.path} was read whole, and the model or its optimizer does not take it: "
+            f"{type(met).__name__}: {met}. Some of the model's tensors have changed; the other "
+            "parts are as they were."
+        ) from met

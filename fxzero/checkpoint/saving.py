@@ -375,7 +375,7 @@ def _by_part(ranks: list[dict[str, str]]) -> dict[str, Any]:
 def _take(state: dict[str, Any], name: str) -> Tensor:
     """Take a tensor out of `TrainState.look`, by the name that files have it under."""
     root, rest = name.split(".", 1)
-    if root == "model":
+    if root in ("model", "parts"):
         state[root] = dict(state[root])
         return state[root].pop(rest)
     own, key = rest.removeprefix("state.").rsplit(".", 1)

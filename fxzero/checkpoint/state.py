@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from fxzero import _compat
 from fxzero.checkpoint import by_name
 from fxzero.checkpoint.random_state import RandomState
-from fxzero.checkpoint.staging import Staging
+from fxzero.checkpoint.staging import Staging, local_part
 from fxzero.checkpoint.values import decode, encode
 from fxzero.errors import CheckpointError, nearest
 from fxzero.runtime.delayed import use_gradients
@@ -127,12 +127,16 @@ class TrainState:
         """
         if self.optimizer is not None:
             use_gradients(self.optimizer)
-        values = {name: encode(part.state_dict(), name) for name, part in self.parts.items()}
+        kept: dict[str, Tensor] = {}
+        values = {
+            name: encode(part.state_dict(), name, None if name == RNG else kept)
+            for name, part in self.parts.items()
+        }
         values[KINDS] = self.kinds()
         with _compat.without_torch_function():  # a hundred layers have thousands of tensors
             shared = by_name.shared_names(self.model)
             model = by_name.model_state(self.model)
-            tensors: dict[str, Any] = {"model": {}}
+            tensors: dict[str, Any] = {"model": {}, "parts": kept}
             extra = {}
             for name, value in model.items():
                 if not isinstance(value, Tensor):
@@ -162,7 +166,8 @@ class TrainState:
         """All of it: tensors as they are, and what else there is as Python's own objects. For
         `torch.distributed.checkpoint`, which then finds here what it saves and loads."""
         state, texts = self.look()
-        values = {name: decode(json.loads(text)) for name, text in texts.items()}
+        kept = state.pop("parts")
+        values = {name: decode(json.loads(text), kept) for name, text in texts.items()}
         state["model"] = {name: tensor.detach() for name, tensor in state["model"].items()}
         state["model"].update(
             {
@@ -266,6 +271,7 @@ def flat(state: Mapping[str, Any]) -> dict[str, Tensor]:
     found = {f"model.{name}": tensor for name, tensor in state["model"].items()}
     for name, own in state.get("optimizer", {}).get("state", {}).items():
         found.update({f"optimizer.state.{name}.{key}": tensor for key, tensor in own.items()})
+    found.update({f"parts.{name}": tensor for name, tensor in state.get("parts", {}).items()})
     return found
 
 
@@ -283,8 +289,21 @@ def _refuse_layout(name: str, tensor: Tensor) -> None:
             f"{name} is a {type(tensor).__name__}, which a checkpoint does not know how to read "
             "back. Save the tensors that it is made of."
         )
+    if name.startswith("model.") and _overlaps(tensor):
+        raise CheckpointError(
+            f"{name} is expanded: several of its elements are one place in memory, and nothing "
+            "could be loaded into it. Register a copy: tensor.expand(…).clone()."
+        )
     if tensor.layout is not torch.strided or tensor.is_meta:
         raise CheckpointError(
             f"{name} is {'on meta: it has no values' if tensor.is_meta else tensor.layout}. Give "
             "it memory (fxzero.shard does), or make it dense, before saving."
         )
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements of a tensor share memory."""
+    part = local_part(tensor)
+    if part.layout is not torch.strided or part.is_contiguous():
+        return False
+    return any(not step and size > 1 for size, step in zip(part.shape, part.stride(), strict=True))

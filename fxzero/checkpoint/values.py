@@ -3,7 +3,8 @@
     {"lr": 0.1, "betas": (0.9, 0.95)}   →   {"lr": 0.1, "betas": {"!": "tuple", "of": [0.9, 0.95]}}
 
 Learning rates, schedulers, generators, positions in data: numbers, strings, containers of them, and
-small tensors and arrays, which are kept to the bit. A pickle could hold anything, and reading one
+small tensors and arrays, which are kept to the bit; large ones (an average of the weights, say) go
+beside the model's, and are named here. A pickle could hold anything, and reading one
 runs whatever it names; what has no form here is refused where it is saved, by its place and type.
 """
 
@@ -12,16 +13,20 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from fxzero.errors import CheckpointError
 
 _TAG = "!"
+_LARGE = 1024
+"""Elements that are written out."""
 _PLAIN = (type(None), bool, int, float, str)
 _MAPPINGS: dict[str, Callable[..., Any]] = {
     "dict": dict,
@@ -36,18 +41,20 @@ _SEQUENCES: dict[str, Callable[..., Any]] = {
 }
 
 
-def encode(value: Any, where: str) -> Any:
+def encode(value: Any, where: str, kept: dict[str, Tensor] | None = None) -> Any:
     """A value as what JSON can hold.
 
     Args:
         value: see above.
         where: what it is, for messages: ``"scheduler"``.
+        kept: gets tensors that are too large for that, and those that ranks hold in parts, each by
+            the place where it was; without it all are written out.
 
     Raises:
         CheckpointError: something in it is of another type, or it holds itself.
     """
     try:
-        return _encode(value, where)
+        return _encode(value, where, kept)
     except RecursionError:
         raise CheckpointError(
             f"{where} holds itself, or is nested too deep for a checkpoint. Let state_dict() "
@@ -55,22 +62,22 @@ def encode(value: Any, where: str) -> Any:
         ) from None
 
 
-def _encode(value: Any, where: str) -> Any:
+def _encode(value: Any, where: str, kept: dict[str, Tensor] | None) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value
     if kind is list:
-        return [_encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [_encode(item, f"{where}[{i}]", kept) for i, item in enumerate(value)]
     if kind is dict and _TAG not in value and all(type(key) is str for key in value):
-        return {key: _encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return {key: _encode(item, f"{where}[{key!r}]", kept) for key, item in value.items()}
     if kind in _MAPPINGS.values():
         items = [
-            [_encode(key, f"{where}'s key {key!r}"), _encode(item, f"{where}[{key!r}]")]
+            [_encode(key, f"{where}'s key {key!r}", kept), _encode(item, f"{where}[{key!r}]", kept)]
             for key, item in value.items()
         ]
         return {_TAG: kind.__name__, "of": items}
     if kind in _SEQUENCES.values() or kind is torch.Size:
-        items = [_encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        items = [_encode(item, f"{where}[{i}]", kept) for i, item in enumerate(value)]
         if kind in (set, frozenset):  # equal ones are written alike
             items.sort(key=json.dumps)
         if kind is deque:
@@ -85,6 +92,9 @@ def _encode(value: Any, where: str) -> Any:
         form = "array" if kind is np.ndarray else "scalar"
         data = _text(np.ascontiguousarray(array).tobytes())
         return {_TAG: form, "dtype": array.dtype.str, "shape": list(array.shape), "of": data}
+    if kept is not None and isinstance(value, Tensor) and _is_large(value):
+        kept[where] = value
+        return {_TAG: "kept", "of": where}
     if kind is Tensor and _is_plain(value):
         data = _text(_bytes_of(value))
         return {_TAG: "tensor", "dtype": _name(value.dtype), "shape": list(value.shape), "of": data}
@@ -95,37 +105,43 @@ def _encode(value: Any, where: str) -> Any:
     )
 
 
-def decode(value: Any) -> Any:
+def decode(value: Any, kept: Mapping[str, Tensor] | None = None) -> Any:
     """The value that was encoded.
+
+    Args:
+        kept: tensors that were not written out, by the places where they were; without it they
+            are None.
 
     Raises:
         CheckpointError: it is not what `encode` writes.
     """
     try:
-        return _decode(value)
+        return _decode(value, kept)
     except Exception as error:  # of torch, of NumPy, of deep nesting: whatever hostile bytes meet
         what = f"{type(error).__name__}: {str(error)[:200]}"
         raise CheckpointError(f"a value that nobody writes ({what})") from error
 
 
-def _decode(value: Any) -> Any:
+def _decode(value: Any, kept: Mapping[str, Tensor] | None) -> Any:
     if isinstance(value, list):
-        return [_decode(item) for item in value]
+        return [_decode(item, kept) for item in value]
     if not isinstance(value, dict):
         return value
     if _TAG not in value:
-        return {key: _decode(item) for key, item in value.items()}
-    return _untagged(value)
+        return {key: _decode(item, kept) for key, item in value.items()}
+    return _untagged(value, kept)
 
 
-def _untagged(value: Mapping[str, Any]) -> Any:
+def _untagged(value: Mapping[str, Any], kept: Mapping[str, Tensor] | None) -> Any:
     kind, content = value[_TAG], value["of"]
+    if kind == "kept":
+        return None if kept is None else kept[content]
     if kind in _MAPPINGS:
-        return _MAPPINGS[kind]({_decode(key): _decode(item) for key, item in content})
+        return _MAPPINGS[kind]({_decode(key, kept): _decode(item, kept) for key, item in content})
     if kind == "deque":
-        return deque((_decode(item) for item in content), value["maxlen"])
+        return deque((_decode(item, kept) for item in content), value["maxlen"])
     if kind in _SEQUENCES:
-        return _SEQUENCES[kind](_decode(item) for item in content)
+        return _SEQUENCES[kind](_decode(item, kept) for item in content)
     if kind == "dtype":
         return _dtype(content)
     data = base64.b64decode(content, validate=True)
@@ -146,6 +162,25 @@ def _untagged(value: Mapping[str, Any]) -> Any:
 def _bytes_of(tensor: Tensor) -> bytes:
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def places_of_kept(value: Any) -> Iterator[str]:
+    """The places of tensors that were not written out with an encoded value."""
+    if isinstance(value, list):
+        for item in value:
+            yield from places_of_kept(item)
+    elif isinstance(value, dict):
+        if value.get(_TAG) == "kept":
+            yield value["of"]
+        else:
+            yield from places_of_kept(list(value.values()))
+
+
+def _is_large(tensor: Tensor) -> bool:
+    """Whether a tensor goes beside the model's."""
+    if isinstance(tensor, DTensor):
+        return True
+    return type(tensor) in (Tensor, Parameter) and _is_plain(tensor) and tensor.numel() > _LARGE
 
 
 def _is_plain(tensor: Tensor) -> bool:

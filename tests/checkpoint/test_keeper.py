@@ -186,18 +186,21 @@ def test_a_signal_saves_and_stops(tmp_path: Path, number: signal.Signals) -> Non
     assert all_of(other) == expected
 
 
-def test_a_second_signal_does_what_it_did_before(tmp_path: Path) -> None:
-    """And one of the other kind is still the first of its kind."""
+def test_a_second_sigint_does_what_it_did_before(tmp_path: Path) -> None:
+    """Schedulers, and torchrun, send others to a rank several times, and mean one."""
     heard: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
-    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
-    with Checkpoints(make_run().state, tmp_path):
-        tell(signal.SIGTERM)()
-        assert heard == []
-        tell(signal.SIGTERM)()
-        assert heard == [signal.SIGTERM]
-        tell(signal.SIGUSR1)()
-        assert heard == [signal.SIGTERM]
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = {n: signal.signal(n, lambda number, frame: heard.append(number)) for n in numbers}
+    try:
+        with Checkpoints(make_run().state, tmp_path, signals=numbers):
+            for number in numbers:
+                tell(number)()
+            assert heard == []
+            for number in numbers:
+                tell(number)()
+            assert heard == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
 
 
 @pytest.mark.parametrize("told", [False, True])

@@ -598,3 +598,65 @@ def test_training_after_a_refusal_goes_on(folder: Path) -> None:
     run.train()
     refused(run, folder, "another model")
     train_once(run.model, run.optimizer)
+
+
+class Average:
+    """An average of weights, as people write one: tensors by name, and how often it was updated."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.state: dict[str, Any] = {
+            "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
+            "updates": 0,
+        }
+
+    def update(self, model: nn.Module) -> None:
+        self.state["updates"] += 1
+        for name, parameter in model.named_parameters():
+            self.state["weights"][name].lerp_(parameter.detach(), 0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_large_tensors_of_a_part_go_beside_the_models(tmp_path: Path) -> None:
+    """As bytes of a file that is hashed, not as text."""
+    model = nn.Linear(64, 64)
+    average = Average(model)
+    nn.init.ones_(model.weight)
+    average.update(model)
+    state = fxzero.TrainState(model, average=average, rng=False)
+    path = fxzero.checkpoint.save(state, tmp_path, step=1).wait()
+    assert (path / "values.json").stat().st_size < 1000
+    other = nn.Linear(64, 64)
+    theirs = Average(other)
+    fxzero.checkpoint.load(fxzero.TrainState(other, average=theirs, rng=False), tmp_path)
+    assert theirs.state["updates"] == 1
+    for name, tensor in average.state["weights"].items():
+        assert torch.equal(theirs.state["weights"][name], tensor)
+
+
+def test_a_buffer_that_persists_under_one_of_its_names(tmp_path: Path) -> None:
+    """The other name is of no interest."""
+
+    def make(value: float) -> nn.Module:
+        model = nn.Linear(2, 2)
+        tensor = torch.full((3,), value)
+        model.register_buffer("passing", tensor, persistent=False)
+        model.register_buffer("lasting", tensor)
+        return model
+
+    fxzero.checkpoint.save(fxzero.TrainState(make(1.0)), tmp_path, step=1).wait()
+    other = make(2.0)
+    fxzero.checkpoint.load(fxzero.TrainState(other), tmp_path)
+    assert other.get_buffer("lasting").tolist() == [1.0] * 3
+
+
+def test_an_expanded_buffer_is_refused(tmp_path: Path) -> None:
+    """Nothing could be loaded into it."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("wide", torch.ones(1).expand(5))
+    with pytest.raises(CheckpointError, match=r"model\.wide is expanded.*clone"):
+        fxzero.checkpoint.save(fxzero.TrainState(model), tmp_path, step=1)
