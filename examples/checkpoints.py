@@ -25,9 +25,10 @@ class RunCheckpoints:
 
     def resume(self, how: Resume) -> int:
         """Go on from the newest, as the settings say: how many steps were trained."""
+        first = 0 if self._inner is None else self._inner.resume(how.value)
+        self._log.go_on_after(first)
         if self._inner is None:
             return 0
-        first = self._inner.resume(how.value)
         if first:
             self._log.say(f"going on after {first} steps, from {self._inner.folder}")
         return first

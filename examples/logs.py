@@ -78,7 +78,7 @@ class RunLog:
 
     def __enter__(self) -> RunLog:
         OmegaConf.save(OmegaConf.structured(self.settings), self.output / "config.yaml")
-        self._jsonl = (self.output / "metrics.jsonl").open("w")
+        self._jsonl = (self.output / "metrics.jsonl").open("a+")
         self._tensorboard = SummaryWriter(str(self.output))
         self._console = Console()
         self._progress = Progress(
@@ -100,6 +100,13 @@ class RunLog:
                 file.close()
             except OSError as error:
                 self._warn(error)
+
+    def go_on_after(self, step: int) -> None:
+        """Drop what a run before this one, in the same folder, has recorded of later steps."""
+        self._jsonl.seek(0)
+        lines = [line for line in self._jsonl if line.endswith("\n")]
+        self._jsonl.truncate(0)
+        self._jsonl.writelines(line for line in lines if json.loads(line)["step"] <= step and step)
 
     def record(self, step: int, **values: float) -> None:
         """Write the numbers that belong to the end of a step. A disk that takes none is said once:
@@ -143,6 +150,9 @@ class SilentLog(RunLog):
         return self
 
     def __exit__(self, *_: object) -> None:
+        pass
+
+    def go_on_after(self, step: int) -> None:
         pass
 
     def record(self, step: int, **values: float) -> None:

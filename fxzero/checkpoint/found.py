@@ -107,6 +107,8 @@ class Found:
         self._before: dict[str, Any] = {}
         self.groups: list[dict[str, Any]] | None = None
         """The optimizer's groups, by names."""
+        self.state_values: dict[str, dict[str, Any]] = {}
+        """What is no tensor of its state, by parameter."""
 
     def read(self) -> None:
         """Read and check all that this rank needs, into memory of its own.
@@ -195,7 +197,7 @@ class Found:
                 }
                 for name, keys in self.optimizer.items()
             }
-            for name, rest in self.values.get(STATE_VALUES, {}).items():
+            for name, rest in self.state_values.items():
                 states.setdefault(name, {}).update(rest)
             assert self.state.optimizer is not None
             optimizer = by_name.counted_state(
@@ -301,6 +303,12 @@ class Found:
             own = by_name.optimizer_state(self.state.model, self.state.optimizer)
             groups: list[dict[str, Any]] = own["param_groups"]
             return groups
+        self.state_values = self._find_state_values()
+        if GROUPS in self.values_by_part and GROUPS not in self.values:
+            raise CheckpointError(
+                f"{GROUPS} were others on each rank in {self.path}, and there is another number of "
+                "ranks now. Start as many, or leave them as they are by leave=('optimizer',)."
+            )
         if GROUPS not in self.values:
             raise CheckpointError(
                 f"{self.path} was saved without an optimizer. Leave it as it is by "
@@ -311,6 +319,30 @@ class Found:
         empty = {"state": {}, "param_groups": groups}
         by_name.counted_state(self.state.model, self.state.optimizer, empty)
         return groups
+
+    def _find_state_values(self) -> dict[str, dict[str, Any]]:
+        """What an optimizer keeps of each parameter that is no tensor: this rank's own, if as many
+        ranks saved it, else what all that knew of it had.
+
+        Raises:
+            CheckpointError: they had other values, and are not here.
+        """
+        saved = self.values_by_part.get(STATE_VALUES, {"all": {}})
+        ranks = [decode(each) for each in saved.get("ranks", [saved.get("all")])]
+        own = ranks[self.ranks.rank] if len(ranks) == self.ranks.size else {}
+        found: dict[str, dict[str, Any]] = {}
+        for values in (own, *ranks):
+            for name, keys in values.items():
+                for key, value in keys.items():
+                    known = found.setdefault(name, {}).setdefault(key, value)
+                    if known != value and key not in own.get(name, {}):
+                        raise CheckpointError(
+                            f"{name}.{key} of the optimizer's state was another on each of "
+                            f"{len(ranks)} ranks ({known} and {value}), and there are "
+                            f"{self.ranks.size} now: {self.path} does not say what each should "
+                            "have. Leave the optimizer as it is by leave=('optimizer',)."
+                        )
+        return found
 
     # -- tensors
 

@@ -458,3 +458,43 @@ def one_cannot_take(folder: Path) -> None:
     state = fxzero.TrainState(model, loader=Broken(takes=dist.get_rank() == 0))
     with pytest.raises((CheckpointError, KeyError), match=r"epoch"):
         fxzero.checkpoint.load(state, folder)
+
+
+class CountingSteps(Optimizer):
+    """Keeps Python's numbers: one that is equal on all ranks, one that depends on the shard."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1, own: bool = False) -> None:
+        super().__init__(parameters, {"lr": lr, "own": own})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                if group["own"]:
+                    state["rank"] = float(dist.get_rank())
+
+
+def save_numbers(folder: Path, own: bool) -> None:
+    """Job."""
+    model = fxzero.shard(nn.Linear(4, 4), zero=3)
+    optimizer = CountingSteps(model.parameters(), own=own)
+    optimizer.step()
+    fxzero.checkpoint.save(fxzero.TrainState(model, optimizer), folder, step=1).wait()
+    fxzero.checkpoint.load(fxzero.TrainState(model, optimizer), folder)
+    for parameter in model.parameters():
+        assert optimizer.state[parameter].get("rank", dist.get_rank()) == dist.get_rank()
+
+
+def test_numbers_in_an_optimizers_state_on_fewer_ranks(ranks: Pools, tmp_path: Path) -> None:
+    """What was equal goes over; what was not is refused, not dropped."""
+    for own in (False, True):
+        ranks(2, timeout_s=120).run(save_numbers, tmp_path / str(own), own)
+    model = nn.Linear(4, 4)
+    optimizer = CountingSteps(model.parameters())
+    state = fxzero.TrainState(model, optimizer, rng=False)
+    fxzero.checkpoint.load(state, tmp_path / "False")
+    assert [optimizer.state[p] for p in model.parameters()] == [{"count": 1}] * 2
+    with pytest.raises(CheckpointError, match=r"weight\.rank of the optimizer's state was another"):
+        fxzero.checkpoint.load(state, tmp_path / "True")
