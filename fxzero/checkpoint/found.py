@@ -10,11 +10,10 @@ apply()           the run goes on from them
 from __future__ import annotations
 
 import copy
-import json
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,24 +22,18 @@ from torch.distributed.tensor import DTensor
 
 from fxzero._compat import dtensor_like
 from fxzero.checkpoint import by_name
-from fxzero.checkpoint.folder import PUBLISHED, is_ours, read_manifest
 from fxzero.checkpoint.foreign import prefix_of_model, prefix_of_optimizer
-from fxzero.checkpoint.manifest import VALUES, Manifest
+from fxzero.checkpoint.manifest import VALUES
 from fxzero.checkpoint.ranks import Ranks
 from fxzero.checkpoint.reader import CheckedReader, IntoCopies, names_of_ranks
+from fxzero.checkpoint.saved_values import SavedValues
 from fxzero.checkpoint.staging import local_part
-from fxzero.checkpoint.state import GROUPS, KINDS, MODEL_VALUES, RNG, STATE_VALUES, TrainState
-from fxzero.checkpoint.values import decode, encode, places_of_kept
+from fxzero.checkpoint.state import GROUPS, KINDS, MODEL_VALUES, RNG, TrainState
+from fxzero.checkpoint.values import encode
+from fxzero.checkpoint.wholeness import NotWholeError, manifest_of, whole
 from fxzero.errors import CheckpointError, nearest
 
 log = logging.getLogger("fxzero")
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class NotWholeError(CheckpointError):
-    """A checkpoint of which something is missing or was changed: the one before may be whole."""
 
 
 class Found:
@@ -75,10 +68,8 @@ class Found:
         self.reader = CheckedReader(path, self.manifest)
         self.metadata = whole(self.reader.read_metadata)
         self.saved = self.metadata.state_dict_metadata
-        self.values_by_part: dict[str, Any] = {}
-        self.encoded: dict[str, Any] = {}
-        """Of them, those of this rank."""
-        self.values = whole(self._read_values)
+        data = b"" if self.manifest is None else whole(self.reader.read_file, VALUES)
+        self.values = whole(SavedValues, path / VALUES, data, ranks.rank, ranks.size)
         self.of_ranks = names_of_ranks(self.saved)
         self.left = [f"{name}: as was asked for" for name in sorted(self.leave)]
         """What stays as it was, each with the reason."""
@@ -144,7 +135,7 @@ class Found:
         }
         for name in self.parts:
             if name != RNG:
-                self.parts[name] = decode(self.encoded[name], by_place)
+                self.parts[name] = self.values.get(name, by_place)
         for name in tied_apart:
             first = by_name.shared_names(self.state.model)[name.removeprefix(self.prefix)]
             if not torch.equal(self.copies[name], self.copies[self._name(self.prefix + first)]):
@@ -187,7 +178,7 @@ class Found:
                 model[name] = model[first]
         own = by_name.model_state(self.state.model)
         model = {name: value for name, value in model.items() if name in own}
-        model.update(self.values.get(MODEL_VALUES, {}))
+        model.update(self._extra_state())
         optimizer = None
         if self.groups is not None:
             states: dict[str, dict[str, Any]] = {
@@ -209,31 +200,9 @@ class Found:
 
     # -- values
 
-    def _read_values(self) -> dict[str, Any]:
-        """What is no tensor, by part: that of this rank."""
-        if self.manifest is None:
-            return {}
-        data = self.reader.read_file(VALUES)
-        try:
-            self.values_by_part = json.loads(data)
-            found = {}
-            for name, value in self.values_by_part.items():
-                own = value["all"] if "all" in value else self._of_this_rank(value["ranks"])
-                if own is not None:
-                    self.encoded[name] = own
-                    found[name] = decode(own)
-        except (ValueError, TypeError, KeyError, AttributeError, CheckpointError) as error:
-            raise CheckpointError(
-                f"{self.path / VALUES} is not what a run writes ({type(error).__name__}: {error})"
-            ) from error
-        return found
-
-    def _of_this_rank(self, of_ranks: list[Any]) -> Any:
-        return of_ranks[self.ranks.rank] if len(of_ranks) == self.ranks.size else None
-
     def _compare_kinds(self) -> None:
         """See that the optimizer and the scheduler are what was saved."""
-        saved = self.values.get(KINDS, {})
+        saved = self.values.get(KINDS) if self.values.is_for_this_rank(KINDS) else {}
         for name, kind in self.state.kinds().items():
             wanted = name not in self.leave
             if wanted and saved.get(name, kind) != kind and name in ("optimizer", "scheduler"):
@@ -248,20 +217,20 @@ class Found:
         for name in self.state.parts:
             if name in self.leave:
                 continue
-            if name in self.values:
-                parts[name] = self.values[name]
+            if name != RNG and self.values.is_for_this_rank(name):
+                parts[name] = self.values.get(name)
             elif self.manifest is None:
                 self.left.append(f"{name}: {self.path} has tensors alone")
-            elif name not in self.values_by_part:
-                known = sorted(set(self.values_by_part) - {KINDS, GROUPS, STATE_VALUES})
+            elif name not in self.values:
+                known = ", ".join(self.values.names()) or "none"
                 raise CheckpointError(
-                    f"{self.path} has no {name}: it was saved with {', '.join(known) or 'none'}. "
+                    f"{self.path} has no {name}: it was saved with {known}. "
                     f"Leave it as it is by leave=({name!r},)."
                 )
             elif name == RNG:
                 parts.update(self._generators())
             else:
-                count = len(self.values_by_part[name]["ranks"])
+                count = self.values.num_ranks(name)
                 raise CheckpointError(
                     f"{name} was another on each of {count} ranks, and there are {self.ranks.size} "
                     f"now: {self.path} does not say what each should have. Give it a state that is "
@@ -272,7 +241,7 @@ class Found:
     def _find_kept(self) -> dict[str, Tensor]:
         """Templates of large tensors in the states of parts, by names in files."""
         for part in self.parts:
-            places = list(places_of_kept(self.encoded.get(part)))
+            places = [] if part == RNG else self.values.places_of_kept(part)
             here: dict[str, Tensor] = {}
             if places:
                 encode(self.state.parts[part].state_dict(), part, here)
@@ -288,10 +257,10 @@ class Found:
 
     def _generators(self) -> dict[str, Any]:
         """Generators of a rank that existed then; another one keeps its own."""
-        saved = self.values_by_part[RNG]["ranks"]
-        if self.ranks.rank < len(saved):
-            return {RNG: decode(saved[self.ranks.rank])}
-        self.left.append(f"rng: {self.path} is of {len(saved)} ranks")
+        count = self.values.num_ranks(RNG)
+        if self.ranks.rank < count:
+            return {RNG: self.values.had_by(RNG, self.ranks.rank)}
+        self.left.append(f"{RNG}: {self.path} is of {count} ranks")
         return {}
 
     def _find_groups(self) -> list[dict[str, Any]] | None:
@@ -303,8 +272,7 @@ class Found:
             own = by_name.optimizer_state(self.state.model, self.state.optimizer)
             groups: list[dict[str, Any]] = own["param_groups"]
             return groups
-        self.state_values = self._find_state_values()
-        if GROUPS in self.values_by_part and GROUPS not in self.values:
+        if GROUPS in self.values and not self.values.is_for_this_rank(GROUPS):
             raise CheckpointError(
                 f"{GROUPS} were others on each rank in {self.path}, and there is another number of "
                 "ranks now. Start as many, or leave them as they are by leave=('optimizer',)."
@@ -314,35 +282,17 @@ class Found:
                 f"{self.path} was saved without an optimizer. Leave it as it is by "
                 "leave=('optimizer',)."
             )
-        groups = self.values[GROUPS]
+        groups = self.values.get(GROUPS)
+        self.state_values = self.values.of_states()
         # Whether they fit is seen before anything is changed.
         empty = {"state": {}, "param_groups": groups}
         by_name.counted_state(self.state.model, self.state.optimizer, empty)
         return groups
 
-    def _find_state_values(self) -> dict[str, dict[str, Any]]:
-        """What an optimizer keeps of each parameter that is no tensor: this rank's own, if as many
-        ranks saved it, else what all that knew of it had.
-
-        Raises:
-            CheckpointError: they had other values, and are not here.
-        """
-        saved = self.values_by_part.get(STATE_VALUES, {"all": {}})
-        ranks = [decode(each) for each in saved.get("ranks", [saved.get("all")])]
-        own = ranks[self.ranks.rank] if len(ranks) == self.ranks.size else {}
-        found: dict[str, dict[str, Any]] = {}
-        for values in (own, *ranks):
-            for name, keys in values.items():
-                for key, value in keys.items():
-                    known = found.setdefault(name, {}).setdefault(key, value)
-                    if known != value and key not in own.get(name, {}):
-                        raise CheckpointError(
-                            f"{name}.{key} of the optimizer's state was another on each of "
-                            f"{len(ranks)} ranks ({known} and {value}), and there are "
-                            f"{self.ranks.size} now: {self.path} does not say what each should "
-                            "have. Leave the optimizer as it is by leave=('optimizer',)."
-                        )
-        return found
+    def _extra_state(self) -> dict[str, Any]:
+        """What a model's modules keep that is no tensor."""
+        is_here = self.values.is_for_this_rank(MODEL_VALUES)
+        return self.values.get(MODEL_VALUES) if is_here else {}
 
     # -- tensors
 
@@ -369,7 +319,7 @@ class Found:
             if name.startswith(self.prefix) and not name.startswith(self.optimizer_prefix)
         }
         if self.manifest is not None:
-            saved |= set(self.values.get(MODEL_VALUES, {}))
+            saved |= set(self._extra_state())
         wanted = list(here) if self.manifest is not None else list(tensors)
         missing = [name for name in wanted if name not in saved]
         unknown = sorted(saved - set(here)) if self.prefix else []
@@ -461,37 +411,6 @@ class Found:
                 len(narrower),
                 ", ".join(narrower[:4]),
             )
-
-
-def manifest_of(path: Path) -> Manifest | None:
-    """A checkpoint's manifest; None for one that others have written.
-
-    Raises:
-        CheckpointError: it is one of ours, and has none; or is under another number.
-    """
-    match = PUBLISHED.fullmatch(path.resolve().name)
-    if match is None and not is_ours(path):
-        return None
-    manifest = read_manifest(path)
-    if match is not None and int(match[1]) != manifest.step:
-        raise CheckpointError(f"{path} is the checkpoint of step {manifest.step}, and was renamed")
-    return manifest
-
-
-def whole(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call what reads and checks; what it meets means that a checkpoint is not whole.
-
-    Raises:
-        NotWholeError: what it has met.
-    """
-    try:
-        return function(*args, **kwargs)
-    except NotWholeError:
-        raise
-    except CheckpointError as error:
-        raise NotWholeError(str(error)) from error
-    except OSError as error:
-        raise NotWholeError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 def _template(parameter: Tensor, known: Any, about: TensorStorageMetadata, name: str) -> Tensor:

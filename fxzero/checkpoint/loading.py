@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fxzero.checkpoint.folder import is_of_others, is_ours, published
-from fxzero.checkpoint.found import Found, NotWholeError
+from fxzero.checkpoint.found import Found
 from fxzero.checkpoint.ranks import Ranks, all_ranks
 from fxzero.checkpoint.saving import wait_for_running
 from fxzero.checkpoint.state import TrainState
+from fxzero.checkpoint.wholeness import NotWholeError
 from fxzero.errors import CheckpointError, nearest
 
 log = logging.getLogger("fxzero")
