@@ -19,6 +19,8 @@ SCRIPT = """
     model = fxzero.shard(torch.nn.Linear(8, 8), zero=3)
     state = fxzero.TrainState(model)
     fxzero.checkpoint.save(state, sys.argv[1], step=1).wait()
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
     if dist.get_rank() == 1:
         write = writer.HashingWriter.write_data
 
@@ -32,6 +34,7 @@ SCRIPT = """
         saving.wait()
     except fxzero.RankLostError as error:
         print("TOLD", str(error).replace(chr(10), " "), flush=True)
+    os.kill(pids[1], signal.SIGKILL)  # a stopped one does not hear torchrun, which waits for it
     os._exit(1)
 """
 
