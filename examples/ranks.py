@@ -72,6 +72,10 @@ class JobFailed(SystemExit):
     """A job failed on this rank; where the other ranks stand in it is not known."""
 
 
+class Stopped(SystemExit):
+    """All ranks were told to stop, and have saved what they had: no further job begins."""
+
+
 def launch(app: Callable[[], Any], job: Callable[..., Any]) -> None:
     """Run a Hydra application on rank 0, and on the others each job that it sends."""
     fxzero.init_distributed()
@@ -94,6 +98,8 @@ def lead(app: Callable[[], Any]) -> int:
         app()
     except JobFailed:
         raise  # nobody waits for a job: torchrun ends them
+    except Stopped:
+        return 0  # nor here: they leave too
     except SystemExit as leaving:  # 0 after --help, 2 after an option that Hydra does not know
         code = leaving.code if isinstance(leaving.code, int) else WRONG_USE
         if code and "TORCHELASTIC_ERROR_FILE" in os.environ:  # far below what Hydra has printed
@@ -110,6 +116,8 @@ def follow(job: Callable[..., Any]) -> int:
     while not isinstance(message := _broadcast(None), Leave):
         try:
             job(*message)
+        except Stopped:
+            return 0
         except Exception as error:
             time.sleep(GRACE_S)  # rank 0 mostly says the same, and torchrun ends this process
             report(error, rank())

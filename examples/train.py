@@ -41,13 +41,14 @@ from torch.optim.lr_scheduler import LambdaLR
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where `examples` lies
 
 import fxzero
-from examples.checkpoints import folder_of_job, open_checkpoints
+from examples.checkpoints import BegunWith, folder_of_job, open_checkpoints
 from examples.data import Batches, file_text, split, stdlib_text
 from examples.failures import SettingsError
 from examples.logs import RunLog, StepNumbers, open_log
 from examples.meshes import check_ranks, make_mesh, reader, whole_state
 from examples.models import GPT
 from examples.ranks import (
+    Stopped,
     from_rank_0,
     launch,
     mean_over_ranks,
@@ -82,17 +83,18 @@ def train(settings: Settings, output: Path) -> float:
     optimizer = make_optimizer(model, settings)
     schedule = make_schedule(optimizer, trainer)
     run_step = make_step(model, optimizer, schedule, settings)
+    begun_with = BegunWith(settings)
     state = (
-        fxzero.TrainState(run_step)
+        fxzero.TrainState(run_step, settings=begun_with)
         if isinstance(run_step, fxzero.TrainStep)
-        else fxzero.TrainState(model, optimizer, scheduler=schedule)
+        else fxzero.TrainState(model, optimizer, scheduler=schedule, settings=begun_with)
     )
     train_batches, val_batches = make_batches(settings, model.config.block_size)
     tokens_per_step = trainer.batch_size * model.config.block_size
 
     with (
         open_log(output, settings) as log,
-        open_checkpoints(state, settings.checkpoint, log) as checkpoints,
+        open_checkpoints(state, begun_with, settings.checkpoint, log) as checkpoints,
     ):
         trained = checkpoints.resume(settings.resume)
         since = Mark.at(trained, model)
@@ -124,7 +126,7 @@ def train(settings: Settings, output: Path) -> float:
                 log.say(f"after {step} steps: validation loss {val_loss:.3f}")
                 since = Mark.at(step, model)
             if checkpoints.after_step(step):
-                return math.nan
+                raise Stopped
 
         checkpoints.finish(max(trained, trainer.steps))
         return finish(model, train_batches, val_batches, settings, log)

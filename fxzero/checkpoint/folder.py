@@ -112,17 +112,31 @@ def publish(folder: Path, step: int) -> Path:
 
 
 def prune(folder: Path, keep: int | None, keep_every: int | None) -> list[Path]:
-    """Delete what nobody wants any more: all but the last `keep`, and the newest of every
-    `keep_every`-th step."""
+    """Delete what nobody wants any more: all but the last `keep` that are whole, and the newest of
+    every `keep_every`-th step. One that is not whole goes with those that are older than all these.
+    """
+    if keep is None:
+        return []
     found = published(folder)
-    kept = found if keep is None else found[-keep:]
+    whole = [item for item in found if _is_whole(item.path)]
+    kept = whole[-keep:]
     if keep_every is not None:
-        newest = {item.step: item for item in found}
-        kept = [*kept, *(item for step, item in newest.items() if step % keep_every == 0)]
-    unwanted = [item.path for item in found if item not in kept]
+        newest = {item.step: item for item in whole}
+        kept += [item for step, item in newest.items() if step % keep_every == 0]
+    last = whole[-keep:][:1]
+    unwanted = [item.path for item in found if item not in kept and (not last or item < last[0])]
     for path in unwanted:
         _delete(path)
     return unwanted
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether all files of a checkpoint are there, and as long as they were."""
+    try:
+        read_manifest(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def clear(folder: Path) -> None:

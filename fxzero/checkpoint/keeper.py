@@ -102,6 +102,7 @@ class Checkpoints:
         }
         self._saved_step: int | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self._process = os.getpid()
         ranks = all_ranks()
         self._group = dist.new_group(backend="gloo") if ranks.group is not None else None
         self._flag = torch.zeros(1, dtype=torch.int32)
@@ -233,6 +234,10 @@ class Checkpoints:
     # -- signals
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a child that was forked means to end by it
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         self.told_by = signal.Signals(number)
         if self.told_by is signal.SIGINT:  # who asks twice does not want to wait
             signal.signal(number, self._before.pop(self.told_by))

@@ -19,14 +19,20 @@ import fxzero
 from fxzero.checkpoint import folder as folders
 from fxzero.checkpoint import saving
 from fxzero.checkpoint.folder import clear, lock, prune, publish, published, unlock, writing_path
+from fxzero.checkpoint.manifest import NAME, Manifest, hash_blocks
 from fxzero.errors import CheckpointError
 from tests.checkpoint.runs import hidden, make_run, save_now, visible
 
 
 def write(folder: Path, step: int) -> Path:
     """A checkpoint appears."""
-    writing_path(folder, step).mkdir()
-    (writing_path(folder, step) / "file").write_text(str(step))
+    path = writing_path(folder, step)
+    path.mkdir()
+    data = str(step).encode()
+    (path / "file").write_bytes(data)
+    files = {"file": hash_blocks(data)}
+    about = Manifest(step, "now", 1, "a test", 0, {}, files)
+    (path / NAME).write_bytes(about.to_bytes())
     return publish(folder, step)
 
 
@@ -174,6 +180,18 @@ def test_of_a_step_that_was_trained_twice_the_newer_stays(tmp_path: Path) -> Non
         write(tmp_path, step)
     prune(tmp_path, keep=1, keep_every=20)
     assert visible(tmp_path) == ["step-0000000020.1", "step-0000000040.1"]
+
+
+def test_one_that_is_not_whole_does_not_count(tmp_path: Path) -> None:
+    """It would take the place of one from which a run can go on; it goes when that does."""
+    for step in (10, 20, 30, 40):
+        write(tmp_path, step)
+    (tmp_path / "step-0000000030" / "file").unlink()
+    prune(tmp_path, keep=2, keep_every=None)
+    assert [item.step for item in published(tmp_path)] == [20, 30, 40]
+    write(tmp_path, 50)
+    prune(tmp_path, keep=2, keep_every=None)
+    assert [item.step for item in published(tmp_path)] == [40, 50]
 
 
 def test_keep_counts_in_the_order_of_publishing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -507,3 +508,13 @@ def fail_on_one(folder: Path, asynchronous: bool, kind: str) -> None:
     assert "loader" in texts[0]
     assert dist.get_rank() == 1 or "rank 1" in texts[0]
     assert steps_in(folder) == [4, 5]
+
+
+def test_a_forked_child_ends_by_a_signal(tmp_path: Path) -> None:
+    """It has the handler too, and nothing to save."""
+    with Checkpoints(make_run().state, tmp_path):
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+        child.join(20)
+        assert child.exitcode == -signal.SIGTERM
