@@ -512,9 +512,18 @@ def fail_on_one(folder: Path, asynchronous: bool, kind: str) -> None:
 
 def test_a_forked_child_ends_by_a_signal(tmp_path: Path) -> None:
     """It has the handler too, and nothing to save."""
+    fork = multiprocessing.get_context("fork")
     with Checkpoints(make_run().state, tmp_path):
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        began = fork.Event()
+        child = fork.Process(target=sleep_from, args=(began,))
         child.start()
+        assert began.wait(20)
         child.terminate()
         child.join(20)
         assert child.exitcode == -signal.SIGTERM
+
+
+def sleep_from(began: Any) -> None:
+    """A child's whole life."""
+    began.set()
+    time.sleep(60)
