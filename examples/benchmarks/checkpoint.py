@@ -220,6 +220,8 @@ def main(
             )
         )
         if json is not None:
+            start = f"torchrun --standalone --nproc-per-node {dist.get_world_size()}"
+            facts["command"] = facts["command"].replace("python", start, 1)
             shape = {"num_layers": layers, "hidden": hidden, "ranks": dist.get_world_size()}
             write_json(json, {**facts, **shape, "tensor_bytes": tensor_bytes}, rows)
 
