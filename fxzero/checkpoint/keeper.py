@@ -213,6 +213,7 @@ class Checkpoints:
             self._agreeing.wait()
             self._agreeing = None
         wait_for_running()
+        self._group = None
 
     def _save(self, step: int) -> None:
         """Begin to save, unless that step is saved. What fails does not end the run."""

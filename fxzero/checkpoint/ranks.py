@@ -55,7 +55,11 @@ class Ranks:
             raise CheckpointError(f"rank {failed[0]} has failed. {said[failed[0]]}")
 
 
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ReferenceType[dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By the world's group. torch keeps them until they are destroyed: whoever kept one longer would
+leave gloo's threads to the end of the process, which they abort."""
 
 
 def all_ranks() -> Ranks:
@@ -74,6 +78,8 @@ def all_ranks() -> Ranks:
             f"a checkpoint of {dist.get_world_size()} ranks was asked for, and the process group "
             "is a fake one: there is one rank. Start the others with torchrun."
         )
-    if world not in _made:
-        _made[world] = Ranks(dist.new_group(backend="gloo"))
-    return _made[world]
+    group = _made[world]() if world in _made else None
+    if group is None:
+        group = dist.new_group(backend="gloo")
+        _made[world] = weakref.ref(group)
+    return Ranks(group)

@@ -114,7 +114,9 @@ class Watch:
         self.status.ended = self.status.ended or why
         self._stop.set()
         self._wake.set()
-        self.threads[0].join(1.0)
+        for thread in self.threads:
+            thread.join(1.0)
+        self.probes, self.tokens = None, []  # or they live longer than their group
 
     def ask(self, seconds: float) -> None:
         """Let the other ranks' places be read for some time, whatever this rank does."""
