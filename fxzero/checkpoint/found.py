@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fxzero._compat import dtensor_like
 from fxzero.checkpoint import by_name
+from fxzero.checkpoint.coverage import fault_of_chunks
 from fxzero.checkpoint.foreign import prefix_of_model, prefix_of_optimizer
 from fxzero.checkpoint.manifest import VALUES
 from fxzero.checkpoint.ranks import Ranks
@@ -120,6 +121,9 @@ class Found:
         for name, template in wanted.items():
             about = self.saved[name]
             assert isinstance(about, TensorStorageMetadata)
+            fault = fault_of_chunks(about)
+            if fault:
+                raise NotWholeError(f"{self.path}: {name} is not whole: {fault}")
             dtype = about.properties.dtype
             self.copies[name] = torch.empty(local_part(template).shape, dtype=dtype)
         # Each rank reads for itself, and what it meets is compared once: `dcp.load` would gather

@@ -21,6 +21,7 @@ from fxzero.checkpoint import manifest as manifests
 from fxzero.checkpoint import saving
 from fxzero.checkpoint.manifest import hash_blocks
 from fxzero.errors import CheckpointError
+from tests.checkpoint import saved
 from tests.checkpoint.runs import (
     Counting,
     Run,
@@ -660,3 +661,18 @@ def test_an_expanded_buffer_is_refused(tmp_path: Path) -> None:
     model.register_buffer("wide", torch.ones(1).expand(5))
     with pytest.raises(CheckpointError, match=r"model\.wide is expanded.*clone"):
         fxzero.checkpoint.save(fxzero.TrainState(model), tmp_path, step=1)
+
+
+@pytest.mark.parametrize("name", ["model.thin", "optimizer.state.thin.exp_avg"])
+def test_a_tensor_of_which_a_part_is_missing(tmp_path: Path, name: str) -> None:
+    """Its memory would hold numbers of somebody else: the checkpoint before is taken."""
+    run = saved.Run(model=saved.Odd)
+    run.train()
+    run.save(tmp_path, 1)
+    path = run.save(tmp_path, 2)
+    saved.change_metadata(path, saved.drop_a_part(name))
+    loaded = fxzero.checkpoint.load(run.state, tmp_path)
+    assert loaded is not None
+    assert loaded.step == 1
+    (why,) = loaded.skipped
+    assert f"{name} is not whole: its 0 parts hold 0 of" in why
