@@ -23,25 +23,16 @@ _AHEAD = 4
 _KEPT = 8
 
 
-class CheckedFile(io.RawIOBase):
-    """A file whose bytes are those that were written.
+class _Readable(io.RawIOBase):
+    """Bytes that are read from any place on.
 
     Args:
-        path: the file.
-        record: what the manifest says of it.
-        pool: threads that read and hash.
+        num_bytes: how many there are.
     """
 
-    def __init__(self, path: Path, record: FileRecord, pool: ThreadPoolExecutor) -> None:
-        self.path = path
-        self.record = record
-        self._pool = pool
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
         self._at = 0
-        self._blocks: OrderedDict[int, Future[memoryview]] = OrderedDict()
-        try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
     def readable(self) -> bool:
         """Yes."""
@@ -57,9 +48,30 @@ class CheckedFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Go somewhere else."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.record.bytes}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.num_bytes}[whence]
         self._at = base + offset
         return self._at
+
+
+class CheckedFile(_Readable):
+    """A file whose bytes are those that were written.
+
+    Args:
+        path: the file.
+        record: what the manifest says of it.
+        pool: threads that read and hash.
+    """
+
+    def __init__(self, path: Path, record: FileRecord, pool: ThreadPoolExecutor) -> None:
+        super().__init__(record.bytes)
+        self.path = path
+        self.record = record
+        self._pool = pool
+        self._blocks: OrderedDict[int, Future[memoryview]] = OrderedDict()
+        try:
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Fill a buffer, as far as the file goes.
@@ -131,33 +143,13 @@ class CheckedFile(io.RawIOBase):
         super().close()
 
 
-class Part(io.RawIOBase):
+class Part(_Readable):
     """A stretch of a file, as a file of its own."""
 
     def __init__(self, file: CheckedFile | io.FileIO, begin: int, num_bytes: int) -> None:
+        super().__init__(num_bytes)
         self._file = file
         self._begin = begin
-        self.num_bytes = num_bytes
-        self._at = 0
-
-    def readable(self) -> bool:
-        """Yes."""
-        return True
-
-    def seekable(self) -> bool:
-        """Yes."""
-        return True
-
-    def tell(self) -> int:
-        """Where the next byte comes from."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go somewhere else."""
-        self._at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.num_bytes}[
-            whence
-        ] + offset
-        return self._at
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Fill a buffer, as far as the stretch goes."""

@@ -104,15 +104,6 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def load_optimizer(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what `optimizer_state` returned, here or elsewhere.
-
-    Raises:
-        CheckpointError: see `counted_state`.
-    """
-    optimizer.load_state_dict(counted_state(model, optimizer, state))
-
-
 def counted_state(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -247,8 +246,3 @@ def unlock(folder: Path) -> None:
     handle = _held.pop(folder.resolve(), None)
     if handle is not None:
         os.close(handle)
-
-
-def names_in(path: Path) -> Iterator[str]:
-    """The files of a checkpoint."""
-    return (entry.name for entry in sorted(os.scandir(path), key=lambda entry: entry.name))

@@ -155,23 +155,26 @@ def _read(
 
 
 def _apply(found: Found, ranks: Ranks) -> None:
-    """Let the run go on from a checkpoint, if all ranks can. A collective."""
-    error: Exception | None = None
-    try:
-        found.apply_parts()
-    except CheckpointError as met:
-        error = met
-    try:
-        ranks.agree(error)
-    except CheckpointError:
-        found.take_back()
-        raise
-    try:
-        found.apply()
-    except Exception as met:
-        found.take_back()
-        raise CheckpointError(
-            f"{found.path} was read whole, and the model or its optimizer does not take it: "
-            f"{type(met).__name__}: {met}. Some of the model's tensors have changed; the other "
-            "parts are as they were."
-        ) from met
+    """Let the run go on from a checkpoint, if all ranks can. A collective.
+
+    Raises:
+        CheckpointError: on every rank, if one cannot: which part does not take its state.
+    """
+    for apply in (found.apply_parts, found.apply):
+        error: Exception | None = None
+        try:
+            apply()
+        except CheckpointError as met:
+            error = met
+        except Exception as met:
+            error = CheckpointError(
+                f"{found.path} was read whole, and the model or its optimizer does not take it: "
+                f"{type(met).__name__}: {met}. Some of the model's tensors have changed; the other "
+                "parts are as they were."
+            )
+            error.__cause__ = met
+        try:
+            ranks.agree(error)
+        except CheckpointError:
+            found.take_back()
+            raise
