@@ -23,7 +23,7 @@ from tests.tracing import observed
 ROOT = Path(__file__).parents[1]
 FLOORS = (
     "errors _compat settings transfer disk pipeline ranks sharding graph capture regions runtime "
-    "cost kernels schedule passes compiler backend checkpoint step inspect doctor cli"
+    "cost kernels schedule passes compiler backend checkpoint step inspect doctor integrations cli"
 ).split()
 """From the ground up. `_checkout` and the package itself are doors, not rooms."""
 
