@@ -157,7 +157,7 @@ def print_estimate(console: Console, found: Estimate) -> None:
         if mesh.batches < found.world_size:
             console.print(
                 f"a batch for the {found.world_size // mesh.batches} ranks of each pipeline; "
-                "memory is that of the ranks that hold most, without temporaries of operators",
+                "memory is that of the ranks that hold most",
                 highlight=False,
                 soft_wrap=True,
             )

@@ -45,8 +45,7 @@ class StageEstimate:
 @dataclass(frozen=True)
 class PipelineEstimate(StageEstimate):
     """One ZeRO stage within the stages of a pipeline. States and peak are those of the ranks that
-    hold most, temporaries of operators not among them; what is sent is that of those that send
-    most."""
+    hold most; what is sent is that of those that send most."""
 
     schedule: str
     """What was replayed."""

@@ -54,8 +54,8 @@ class PipelineReport:
     idle_shares: tuple[float, ...]
     """By rank."""
     peak_bytes: tuple[int, ...]
-    """By rank: model states, what its micro-steps in flight save, and full parameters and gradients
-    on their way. Temporaries of operators are not in it."""
+    """By rank: model states, what its micro-steps in flight save, full parameters and gradients
+    on their way, and what operators hold beside while they run."""
     bytes_by_kind: tuple[dict[str, int], ...]
     """By rank, what that is made of."""
     states: tuple[ModelStates, ...]
@@ -127,6 +127,12 @@ class MicroStep:
     costs: CostModel
     budget_bytes: int | None = None
     """What a rank may hold."""
+
+    @property
+    def fuses(self) -> bool:
+        """Whether runs of compute will be compiled regions."""
+        (compilation,) = self.capture.compilations
+        return compilation.config.lower_regions.backend is RegionBackend.INDUCTOR
 
 
 def micro_step_of(
@@ -203,6 +209,7 @@ def as_pipeline(micro_step: MicroStep, table: Table) -> PipelineReport:
         table.num_micro_steps,
         limit=limit,
         ranks_per_stage=micro_step.capture.world_size,
+        fuses=micro_step.fuses,
     )
     compute_us = inside.casting(_compute_us(found), found.stages, table)
     beside_us = inside.beside(compute_us, found.stages, table)
@@ -270,8 +277,7 @@ def _update_us(micro_step: MicroStep) -> float:
     it: compute alone."""
     (compilation,) = micro_step.capture.compilations
     assert compilation.joint is not None
-    fuses = compilation.config.lower_regions.backend is RegionBackend.INDUCTOR
-    program = tasks_of(compilation.joint, micro_step.costs, fuses=fuses)
+    program = tasks_of(compilation.joint, micro_step.costs, fuses=micro_step.fuses)
     return sum(
         task.us
         for task, nodes in zip(program.graph.tasks, program.groups, strict=True)
@@ -282,6 +288,7 @@ def _update_us(micro_step: MicroStep) -> float:
 def _held_by_rank(table: Table, found: Stages, inside: ZeroInside) -> list[Counter[str]]:
     """By rank, what it holds at most for its stages, by what it is for."""
     held: list[Counter[str]] = [Counter() for _ in table.ranks]
+    temporary: list[list[int]] = [[] for _ in table.ranks]
     every = zip(found.stages, inside.states_of_stages(found), in_flight(table), strict=True)
     for number, (stage, states, flights) in enumerate(every):
         held[table.rank_of[number]] += Counter(
@@ -293,6 +300,12 @@ def _held_by_rank(table: Table, found: Stages, inside: ZeroInside) -> list[Count
                 Kind.ACTIVATIONS.value: flights * stage.saved_bytes,
             }
         )
+        # What was sent is there until it has left, and what comes next is asked for early.
+        borders = found.crossings[max(number - 1, 0) : number + 1]
+        messages = sum(crossing.num_bytes + crossing.gradient_bytes for crossing in borders)
+        temporary[table.rank_of[number]].append(stage.temporary_bytes + messages)
+    for counted, of_stages in zip(held, temporary, strict=True):  # a rank runs one stage at a time
+        counted[Kind.WORKSPACE.value] = max(of_stages)
     return held
 
 

@@ -5,14 +5,13 @@
 
 What depends on no parameter (masks, positions, rotary tables) is computed where it is read instead
 of being sent. What a later stage reads travels through those between, and its gradient comes back
-the same way. A parameter that several stages read is held by each of them. Backward's nodes are
-known by their forward's: autograd has numbered both alike.
+the same way. A parameter that several stages read is held by each of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -22,13 +21,14 @@ from torch import fx
 
 from fxzero.cost.model import CostModel
 from fxzero.errors import ConfigError
-from fxzero.graph import Phase, Role, StepGraph
-from fxzero.graph.aliases import is_view, root
-from fxzero.graph.assign_stages import number_of, operator_of
-from fxzero.graph.operators import is_random, num_bytes
+from fxzero.graph import StepGraph
+from fxzero.graph.assign_stages import operator_of
+from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
 from fxzero.pipeline.tables import Table, in_flight
 from fxzero.schedule.stage_cuts import Positions, best_cuts
+from fxzero.schedule.stage_memory import StageMemory
+from fxzero.schedule.stage_operators import Operator, Operators
 from fxzero.transfer import Transfer, TransferKind
 
 MOST_POSITIONS = 400
@@ -73,19 +73,6 @@ class Limit:
         return Limit(rank_bytes / each, tuple(in_flight(table)), states)
 
 
-@dataclass
-class Operator:
-    """A node of forward that a stage computes, with what has come of it in backward."""
-
-    node: fx.Node
-    forward_us: float = 0.0
-    backward: list[tuple[float, int]] = field(default_factory=list)
-    """By node of it: what it takes, and the place of the first operator whose backward waits for
-    it."""
-    params: set[str] = field(default_factory=set)
-    """Keys of the parameters that it reads."""
-
-
 @dataclass(frozen=True)
 class Crossing:
     """What travels from one stage to the next, for one micro-step."""
@@ -108,6 +95,8 @@ class Stage:
     parameter_bytes: int
     saved_bytes: int
     """What one micro-step's forward keeps for its backward."""
+    temporary_bytes: int
+    """What its forward, or its backward, holds beside that while it runs."""
     forward_us: float
     input_us: float
     """Of backward: what the stage before waits for."""
@@ -142,136 +131,6 @@ class Stages:
         return max(times) / (sum(times) / len(times))
 
 
-class Operators:
-    """The operators of a joint graph's forward, in its order."""
-
-    def __init__(self, graph: StepGraph, costs: CostModel) -> None:
-        self.graph = graph
-        self.costs = costs
-        forward = list(graph.nodes(phase=Phase.FORWARD, role=Role.COMPUTE))
-        self.free = _free_of_parameters(graph, forward)
-        used = _used_in_forward(graph, forward)
-        self.own = [Operator(n) for n in forward if n in used and n not in self.free]
-        self.place = {op.node: i for i, op in enumerate(self.own)}
-        for node in forward:  # what backward alone reads stands where what it is made of does
-            if node not in used and node not in self.free:
-                sources = [self.place[s] for s in node.all_input_nodes if s in self.place]
-                self.place[node] = max(sources, default=0)
-        self._find_params()
-        self._find_times()
-
-    def _find_params(self) -> None:
-        for op in self.own:
-            for source in op.node.all_input_nodes:
-                if source in self.graph.inputs:
-                    op.params.add(self.graph.inputs[source])
-                elif source.op == "call_function" and stamp_of(source).role is Role.UNSHARD:
-                    op.params.update(stamp_of(source).params)
-
-    def _find_times(self) -> None:
-        twins: dict[tuple[str, object], Operator] = {}
-        for op in self.own:  # the first of several, which are parts of it
-            twins.setdefault(number_of(op.node), op)
-        backward = list(self.graph.nodes(phase=Phase.BACKWARD, role=Role.COMPUTE))
-        self.twin = {node: twins.get(number_of(node)) for node in backward}
-        self._lend(backward)
-        us = self._node_us([op.node for op in self.own]) | self._node_us(backward)
-        reaches = self._earliest(backward)
-        for op in self.own:
-            op.forward_us = us[op.node]
-        for node in backward:
-            twin = self.twin[node]
-            if twin is not None:
-                twin.backward.append((us[node], reaches[node]))
-
-    def _lend(self, backward: list[fx.Node]) -> None:
-        """Let a node without a number go with the first backward node that reads it."""
-        for node in reversed(backward):
-            if self.twin[node] is None:
-                readers = (self.twin.get(user) for user in node.users)
-                self.twin[node] = next((twin for twin in readers if twin is not None), None)
-
-    def _node_us(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, float]:
-        """What each node takes as part of the run of its layer that it will be fused into."""
-        runs: list[list[fx.Node]] = []
-        for node in nodes:
-            if runs and stamp_of(runs[-1][-1]).layer == stamp_of(node).layer:
-                runs[-1].append(node)
-            else:
-                runs.append([node])
-        found: dict[fx.Node, float] = {}
-        for run in runs:
-            alone = {node: 0.0 if is_view(node) else self.costs.operator_us(node) for node in run}
-            together, total = self.costs.compute_us(run), sum(alone.values())
-            found |= {node: us * together / total if total else 0.0 for node, us in alone.items()}
-        return found
-
-    def _earliest(self, backward: list[fx.Node]) -> dict[fx.Node, int]:
-        """By node of backward, the place of the first operator whose backward waits for it."""
-        found: dict[fx.Node, int] = {}
-        last = len(self.own)
-        for node in reversed(backward):
-            twin = self.twin[node]
-            own = self.place[twin.node] if twin is not None else last
-            found[node] = min([own, *(found.get(user, last) for user in node.users)])
-        return found
-
-    def last_read(self) -> dict[fx.Node, int]:
-        """By value that an operator makes, the place of the last operator that reads it, itself or
-        in its backward."""
-        found: dict[fx.Node, int] = {}
-        for op in self.own:
-            for source in op.node.all_input_nodes:
-                self._note(found, source, self.place[op.node])
-        for node, twin in self.twin.items():
-            for source in node.all_input_nodes if twin is not None else ():
-                assert twin is not None
-                self._note(found, source, self.place[twin.node])
-        return found
-
-    def _note(self, found: dict[fx.Node, int], source: fx.Node, place: int) -> None:
-        if source in self.place:
-            value = root(source)
-            if value in self.place:
-                found[value] = max(found.get(value, 0), place)
-
-    def saved(self) -> dict[fx.Node, int]:
-        """By value that backward reads, its bytes."""
-        read = {root(s) for node in self.twin for s in node.all_input_nodes if s in self.place}
-        return {value: num_bytes(value) for value in read if value in self.place}
-
-
-def _used_in_forward(graph: StepGraph, forward: Sequence[fx.Node]) -> set[fx.Node]:
-    """What the forward's results need; the rest is kept for backward alone."""
-    values = graph.output_values[: graph.num_forward_outputs]
-    queue = [value for value in values if isinstance(value, fx.Node)]
-    inside = set(forward)
-    found: set[fx.Node] = set()
-    while queue:
-        node = queue.pop()
-        if node in inside and node not in found:
-            found.add(node)
-            queue += node.all_input_nodes
-    return found
-
-
-def _free_of_parameters(graph: StepGraph, forward: Iterable[fx.Node]) -> set[fx.Node]:
-    """What can be computed anywhere: from the batch and from numbers alone, and not at random."""
-    free: set[fx.Node] = set()
-    for node in forward:
-        if is_random(node):
-            continue
-        sources = node.all_input_nodes
-        if all(
-            source in free
-            or source.op == "get_attr"
-            or (source.op == "placeholder" and source not in graph.inputs)
-            for source in sources
-        ):
-            free.add(node)
-    return free
-
-
 def stages_of(
     graph: StepGraph,
     costs: CostModel,
@@ -280,6 +139,7 @@ def stages_of(
     *,
     limit: Limit | None = None,
     ranks_per_stage: int = 1,
+    fuses: bool = False,
 ) -> Stages:
     """Cut a micro-step into stages, for the least time of all micro-steps.
 
@@ -287,13 +147,15 @@ def stages_of(
         graph: stamped, with all layers in it.
         limit: what a stage may hold.
         ranks_per_stage: how far apart in the world neighbours along the pipeline are.
+        fuses: whether runs of compute will be compiled regions.
 
     Raises:
         ConfigError: there are more stages than places to cut at, or none fit the budget.
     """
     order = Order(Operators(graph, costs), ranks_per_stage)
     borders, us = _borders(order, num_stages, num_micro_steps, limit)
-    stages = [order.stage(first, until) for first, until in pairwise(borders)]
+    memory = StageMemory(order.operators, fuses=fuses)
+    stages = [order.stage(first, until, memory) for first, until in pairwise(borders)]
     crossings = [order.crossing(at) for at in borders[1:-1]]
     holders = _holders(order, borders)
     shared = sorted(name for name, held in holders.items() if len(held) > 1)
@@ -461,20 +323,21 @@ class Order:
         names = tuple(sorted(value.name for value in values))
         return Crossing(names, sent, back, self._travel_us(sent + back))
 
-    def stage(self, first: int, until: int) -> Stage:
+    def stage(self, first: int, until: int, memory: StageMemory) -> Stage:
         """The operators between two places as a stage."""
         own = self.own[first:until]
         keys = {key for op in own for key in op.params}
         specs = [self.operators.graph.specs[key] for key in keys]
         nodes = {op.node for op in own}
         backward = [part for op in own for part in op.backward]
-        saved = sum(self.saved.get(node, 0) for node in nodes)
+        saved = memory.saved_bytes(first, until)
         return Stage(
             layers=tuple(dict.fromkeys(stamp_of(op.node).layer for op in own)),
             num_operators=len(own),
             num_parameters=sum(math.prod(spec.shape) for spec in specs),
             parameter_bytes=sum(map(self._bytes_of, keys)),
             saved_bytes=saved,
+            temporary_bytes=memory.temporary_bytes(first, until, saved),
             forward_us=sum(op.forward_us for op in own),
             input_us=sum(us for us, reach in backward if reach < first),
             weight_us=sum(us for us, reach in backward if reach >= first),

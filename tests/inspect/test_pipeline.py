@@ -17,10 +17,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from typer.testing import CliRunner
 
+import fxzero
 from examples.models import gpt_bench, gpt_nano
 from fxzero.cli.app import app
+from fxzero.compiler.compilation import Compilation
 from fxzero.errors import ConfigError
 from fxzero.inspect.find_stages import find_holders
 from fxzero.inspect.pipeline import MicroStep, PipelineReport, as_pipeline, micro_step_of, under
@@ -28,9 +31,13 @@ from fxzero.inspect.trace import pipeline_trace
 from fxzero.inspect.zero_inside import ZeroInside
 from fxzero.pipeline.schedules import table_of
 from fxzero.pipeline.tables import TABLES, Action, Work
-from fxzero.schedule.stages import Operators, Order
+from fxzero.schedule.simulate import simulate_memory
+from fxzero.schedule.stage_operators import Operators
+from fxzero.schedule.stages import Order
 from fxzero.sharding.pipeline import StagesWanted
+from tests.parity.harness import Pools
 from tests.tiers import exhaustive
+from tests.tracing import observed
 
 OPTIONS = {"lower_regions": {"backend": "eager"}, "cost": {"cluster": "dgx_h100"}}
 """Links that are fast enough for pipelines of small models."""
@@ -257,7 +264,9 @@ def test_zero_inside_of_stages_takes_time_and_memory() -> None:
             states = {0: 4.0, 1: 2 + 3 / 2, 2: 1 + 4 / 2, 3: 4 / 2}[zero]
             on_way = 2 * min(inside.bucket_bytes, full) if zero >= 2 else 0
             on_way += min(3 * inside.bucket_bytes, full) if zero == 3 else 0
-            held = found[zero].peak_bytes[place] - found[zero].in_flight[place] * stage.saved_bytes
+            kinds = found[zero].bytes_by_kind[place]
+            assert kinds["activations"] == found[zero].in_flight[place] * stage.saved_bytes
+            held = found[zero].peak_bytes[place] - kinds["activations"] - kinds["workspace"]
             assert held == pytest.approx(states * full + on_way, rel=0.02), (zero, place)
         stages = found[zero].found.stages
         moves_us = inside.beside(lambda action: 0.0, stages, table_of("1f1b", 2, 4))
@@ -376,3 +385,41 @@ def test_a_trillion_parameters_on_a_thousand_ranks() -> None:
     assert (data["num_ranks"], len(data["found"]["stages"])) == (16, 16)
     assert data["imbalance"] < 1.1
     assert sum(stage["num_parameters"] for stage in data["found"]["stages"]) > 1e12
+
+
+def peak_of_a_rank(schedule: str) -> int:
+    """Job: the simulated peak of this rank's own step, as it is compiled."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    found: list[Compilation] = []
+
+    def keep(compilation: Compilation) -> None:
+        compilation.keep_graphs = True
+        found.append(compilation)
+
+    model, (inputs, targets) = wide_gpt()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pipeline",))
+    fxzero.shard(model, 0, mesh=mesh, example_inputs=(inputs[:4], targets[:4]), schedule=schedule)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    options = {**OPTIONS, "gather_ahead": {"enabled": False}}
+    step = fxzero.compile_step(model, optimizer, micro_batches=4, options=options)
+    with observed(keep):
+        step(inputs, targets)
+    assert found[-1].joint is not None
+    return simulate_memory(found[-1].joint, fuses=False).peak_bytes
+
+
+def wide_gpt() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """A GPT of which activations and temporaries are most, and four micro-batches."""
+    model = gpt_bench(num_layers=4, hidden=128, num_heads=4, block_size=128)
+    return model, model.example_inputs(16)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", exhaustive("interleaved"), exhaustive("zb_h1")])
+def test_peaks_are_those_of_the_ranks_own_steps(ranks: Pools, schedule: str) -> None:
+    """Of stages that exist in name alone: temporaries and messages among them."""
+    measured = ranks(2).run(peak_of_a_rank, schedule)
+    step = micro_step_of(wide_gpt, micro_batches=4, world_size=1, zero=0, options=OPTIONS)
+    report = under(schedule, step, 2, 4)
+    assert list(report.peak_bytes) == pytest.approx(measured, rel=0.06)
+    assert min(kinds["workspace"] for kinds in report.bytes_by_kind) > 1 << 20
