@@ -147,7 +147,7 @@ def micro_step_of(
     Args:
         options: the backend's. Their `memory_budget` is each rank's of the pipeline, which has a
             part of the step alone: stages are cut so that model states and what is saved are within
-            it, and the step is not fitted into it. What is on its way comes on top.
+            it, and the step is not fitted into it. Temporaries and what is on its way come on top.
         settings: further ones of `capture`; ``world_size`` is how many ranks share each stage.
 
     Raises:

@@ -176,9 +176,10 @@ def test_stages_within_a_budget() -> None:
     step = micro_step(gpt, 1)
     table = table_of("1f1b", 4, 16)
     free = as_pipeline(step, table)
-    budget_bytes = int(0.9 * max(free.peak_bytes))
+    budget_bytes = int(0.8 * max(free.peak_bytes))
     bound = as_pipeline(replace(step, budget_bytes=budget_bytes), table)
-    assert max(bound.peak_bytes) <= budget_bytes
+    for kinds in bound.bytes_by_kind:  # temporaries come on top, as what is on its way does
+        assert sum(kinds.values()) - kinds["workspace"] <= budget_bytes
     assert bound.found.stages[0].num_operators < free.found.stages[0].num_operators
     assert bound.step_us > free.step_us
 
@@ -387,6 +388,10 @@ def test_a_trillion_parameters_on_a_thousand_ranks() -> None:
     assert sum(stage["num_parameters"] for stage in data["found"]["stages"]) > 1e12
 
 
+BY_DEFAULT = {"lower_regions": OPTIONS["lower_regions"]}
+"""By the costs that `fxzero.shard` cuts stages by."""
+
+
 def peak_of_a_rank(schedule: str) -> int:
     """Job: the simulated peak of this rank's own step, as it is compiled."""
     torch._dynamo.reset()
@@ -401,7 +406,7 @@ def peak_of_a_rank(schedule: str) -> int:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pipeline",))
     fxzero.shard(model, 0, mesh=mesh, example_inputs=(inputs[:4], targets[:4]), schedule=schedule)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    options = {**OPTIONS, "gather_ahead": {"enabled": False}}
+    options = {**BY_DEFAULT, "gather_ahead": {"enabled": False}}
     step = fxzero.compile_step(model, optimizer, micro_batches=4, options=options)
     with observed(keep):
         step(inputs, targets)
@@ -415,11 +420,11 @@ def wide_gpt() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return model, model.example_inputs(16)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", exhaustive("interleaved"), exhaustive("zb_h1")])
+@pytest.mark.parametrize("schedule", ["1f1b", *exhaustive("interleaved", "zb_h1")])
 def test_peaks_are_those_of_the_ranks_own_steps(ranks: Pools, schedule: str) -> None:
     """Of stages that exist in name alone: temporaries and messages among them."""
     measured = ranks(2).run(peak_of_a_rank, schedule)
-    step = micro_step_of(wide_gpt, micro_batches=4, world_size=1, zero=0, options=OPTIONS)
+    step = micro_step_of(wide_gpt, micro_batches=4, world_size=1, zero=0, options=BY_DEFAULT)
     report = under(schedule, step, 2, 4)
     assert list(report.peak_bytes) == pytest.approx(measured, rel=0.06)
     assert min(kinds["workspace"] for kinds in report.bytes_by_kind) > 1 << 20
