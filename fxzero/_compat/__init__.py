@@ -167,6 +167,7 @@ from fxzero._compat.partition import extract_forward_backward, set_side
 from fxzero._compat.process_groups import (
     attempt,
     default_store,
+    flight_record,
     gloo_groups,
     init_fake_process_group,
     launch_all_gather,
@@ -210,6 +211,7 @@ __all__ = [
     "fake_mode_of",
     "fake_mode_of_tensor",
     "fake_tensors",
+    "flight_record",
     "foreach_add_",
     "foreach_mul_",
     "foreach_norm",

@@ -81,3 +81,18 @@ def gloo_groups() -> list[dist.ProcessGroup]:
         if isinstance(group, dist.ProcessGroup) and "gloo" in str(backend).lower()
     ]
     return sorted(groups, key=lambda group: -group.size())
+
+
+def flight_record() -> bytes | None:
+    """What torch's flight recorder has of the last collectives, as ``torchfrtrace`` reads it.
+
+    None where there is none. (torch 2.13 records gloo's and NCCL's, unless TORCH_FR_BUFFER_SIZE
+    is 0; one that has no recorder for all backends has NCCL's, where it was built with it.)
+    """
+    from torch._C import _distributed_c10d
+
+    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
+        dump: Callable[[], bytes] | None = getattr(_distributed_c10d, name, None)
+        if dump is not None:
+            return dump()
+    return None
