@@ -8,6 +8,7 @@
     compiled_memory   what a lowered region allocates
     nodes             operators, sources, descriptions and tags on the nodes of graphs
     fakes             tensors without values, symbolic numbers
+    dispatch          every operator that runs
     dtensors          local tensors, layouts, what torch asks of subclasses of tensors
     autograd          the running backward, versions, hooks on gradients
     modules           calls of modules and their hooks
@@ -48,6 +49,7 @@ from fxzero._compat.autograd import (
 )
 from fxzero._compat.checkpoints import read_metadata, storage_info
 from fxzero._compat.compiled_memory import held_bytes
+from fxzero._compat.dispatch import SeeOperators
 from fxzero._compat.dtensors import (
     as_it_is,
     differentiable_local,
@@ -180,6 +182,7 @@ from fxzero._compat.rehearsal import rehearse
 
 __all__ = [
     "OpOverload",
+    "SeeOperators",
     "active_ddp_module",
     "allocations_on",
     "aot_compile",
