@@ -13,6 +13,7 @@
     autograd          the running backward, versions, hooks on gradients
     modules           calls of modules and their hooks
     optimizers        foreach and fused kernels, states, hooks on steps
+    attempts          a name for a run that torchrun may have restarted
     process_groups    groups by name, stores
     memory            storages, Python's collector, the heap
 
@@ -38,6 +39,7 @@ from fxzero._compat.aot import (
     trace_joint,
     tracing_fake_mode,
 )
+from fxzero._compat.attempts import attempt
 from fxzero._compat.autograd import (
     backward_keeps_graph,
     backward_number,
@@ -167,7 +169,6 @@ from fxzero._compat.optimizers import (
 )
 from fxzero._compat.partition import extract_forward_backward, set_side
 from fxzero._compat.process_groups import (
-    attempt,
     default_store,
     flight_record,
     gloo_groups,

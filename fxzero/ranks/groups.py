@@ -110,7 +110,7 @@ def init_distributed(
     store, rank, size = next(rendezvous("env://"))
     store.set_timeout(default_pg_timeout)
     # Addresses of ranks that torchrun has restarted are still in its store.
-    store = PrefixStore(attempt(), store)
+    store = PrefixStore(attempt(store, rank, size), store)
     dist.init_process_group(
         backend,
         store=store,
