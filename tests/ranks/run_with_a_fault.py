@@ -25,7 +25,6 @@ torch.manual_seed(0)
 model = fxzero.shard(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)), zero=3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 if FAULT == "option" and rank == 1:
-    OPTIONS["gather_ahead"] = {"max_bytes": 0}
     OPTIONS["bucket"] = {"min_bytes": 0}
 step = fxzero.compile_step(
     model, optimizer, lambda y, x: y.square().sum() + 0 * x.sum(), options=OPTIONS
