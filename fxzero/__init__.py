@@ -34,6 +34,7 @@ from fxzero.sharding.params import Traffic
 from fxzero.sharding.precision import Precision
 from fxzero.sharding.shard import no_sync, report, shard
 from fxzero.step import StepOutput, TrainStep, compile_step
+from fxzero.step.find_non_finite import find_non_finite
 
 
 def _find_holders(
@@ -79,6 +80,7 @@ __all__ = [
     "VerificationError",
     "checkpoint",
     "compile_step",
+    "find_non_finite",
     "init_distributed",
     "no_sync",
     "report",

@@ -34,6 +34,7 @@ _PUBLIC = [
     "VerificationError",
     "checkpoint",
     "compile_step",
+    "find_non_finite",
     "init_distributed",
     "no_sync",
     "report",

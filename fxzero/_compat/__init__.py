@@ -8,10 +8,12 @@
     compiled_memory   what a lowered region allocates
     nodes             operators, sources, descriptions and tags on the nodes of graphs
     fakes             tensors without values, symbolic numbers
+    dispatch          every operator that runs
     dtensors          local tensors, layouts, what torch asks of subclasses of tensors
     autograd          the running backward, versions, hooks on gradients
     modules           calls of modules and their hooks
     optimizers        foreach and fused kernels, states, hooks on steps
+    attempts          a name for a run that torchrun may have restarted
     process_groups    groups by name, stores
     memory            storages, Python's collector, the heap
 
@@ -37,6 +39,7 @@ from fxzero._compat.aot import (
     trace_joint,
     tracing_fake_mode,
 )
+from fxzero._compat.attempts import attempt
 from fxzero._compat.autograd import (
     backward_keeps_graph,
     backward_number,
@@ -48,6 +51,7 @@ from fxzero._compat.autograd import (
 )
 from fxzero._compat.checkpoints import read_metadata, storage_info
 from fxzero._compat.compiled_memory import held_bytes
+from fxzero._compat.dispatch import SeeOperators
 from fxzero._compat.dtensors import (
     as_it_is,
     differentiable_local,
@@ -165,8 +169,8 @@ from fxzero._compat.optimizers import (
 )
 from fxzero._compat.partition import extract_forward_backward, set_side
 from fxzero._compat.process_groups import (
-    attempt,
     default_store,
+    flight_record,
     gloo_groups,
     init_fake_process_group,
     launch_all_gather,
@@ -179,6 +183,7 @@ from fxzero._compat.rehearsal import rehearse
 
 __all__ = [
     "OpOverload",
+    "SeeOperators",
     "active_ddp_module",
     "allocations_on",
     "aot_compile",
@@ -210,6 +215,7 @@ __all__ = [
     "fake_mode_of",
     "fake_mode_of_tensor",
     "fake_tensors",
+    "flight_record",
     "foreach_add_",
     "foreach_mul_",
     "foreach_norm",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
+
+from fxzero._compat.attempts import attempt
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:
@@ -51,7 +52,9 @@ def default_store() -> Any:
     """The key-value store of the default process group; None without other processes."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return None
-    return dist.distributed_c10d.PrefixStore(attempt(), dist.distributed_c10d._get_default_store())
+    store = dist.distributed_c10d._get_default_store()
+    prefix = attempt(store, dist.get_rank(), dist.get_world_size())
+    return dist.distributed_c10d.PrefixStore(prefix, store)
 
 
 def private_store() -> Any:
@@ -64,13 +67,6 @@ def private_store() -> Any:
     return clone() if clone is not None else store
 
 
-def attempt() -> str:
-    """What tells a run from those before it that torchrun has restarted: what they have left in its
-    store, which lives on, must not be read. (torch 2.13's `rendezvous` takes it for a new one.)"""
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"fxzero attempt {restarts} of {os.environ.get('WORLD_SIZE', '1')}"
-
-
 def gloo_groups() -> list[dist.ProcessGroup]:
     """All process groups of this process that run over gloo, the largest first."""
     if not dist.is_initialized():
@@ -81,3 +77,18 @@ def gloo_groups() -> list[dist.ProcessGroup]:
         if isinstance(group, dist.ProcessGroup) and "gloo" in str(backend).lower()
     ]
     return sorted(groups, key=lambda group: -group.size())
+
+
+def flight_record() -> bytes | None:
+    """What torch's flight recorder has of the last collectives, as ``torchfrtrace`` reads it.
+
+    None where there is none. (torch 2.13 records gloo's and NCCL's, unless TORCH_FR_BUFFER_SIZE
+    is 0; one that has no recorder for all backends has NCCL's, where it was built with it.)
+    """
+    from torch._C import _distributed_c10d
+
+    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
+        dump: Callable[[], bytes] | None = getattr(_distributed_c10d, name, None)
+        if dump is not None:
+            return dump()
+    return None

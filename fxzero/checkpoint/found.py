@@ -33,6 +33,7 @@ from fxzero.checkpoint.state import GROUPS, KINDS, MODEL_VALUES, RNG, TrainState
 from fxzero.checkpoint.values import encode
 from fxzero.checkpoint.wholeness import NotWholeError, manifest_of, whole
 from fxzero.errors import CheckpointError, nearest
+from fxzero.runtime.optimizers import state_as_made
 
 log = logging.getLogger("fxzero")
 
@@ -162,8 +163,8 @@ class Found:
             except Exception as error:
                 raise CheckpointError(
                     f"{name} ({type(part).__name__}) does not take the state that {self.path} has "
-                    f"of it: {type(error).__name__}: {error}. Nothing was changed. Leave it as it "
-                    f"is by leave=({name!r},)."
+                    f"of it: {type(error).__name__}: {error}. Leave it as it is by "
+                    f"leave=({name!r},)."
                 ) from error
 
     def take_back(self) -> None:
@@ -397,6 +398,8 @@ class Found:
             about = self._about(full)
             if name in names and about is not None:
                 known = self.state.optimizer.state.get(parameters[name], {}).get(key)
+                if known is None and _lies_otherwise(parameters[name], about, key):
+                    known = state_as_made(self.state.optimizer, parameters[name]).get(key)
                 template = _template(parameters[name], known, about, f"{name}.{key}")
                 self.optimizer.setdefault(name, {})[key] = template
                 wanted[self._name(full)] = template
@@ -417,6 +420,13 @@ class Found:
             )
 
 
+def _lies_otherwise(parameter: Tensor, about: TensorStorageMetadata, key: str) -> bool:
+    """Whether a tensor of a sharded parameter's state is neither a number nor like the parameter:
+    a row, say, of which only the optimizer knows how it lies."""
+    alike = about.size == parameter.shape and not key.endswith("step")
+    return isinstance(parameter, DTensor) and about.size.numel() > 1 and not alike
+
+
 def _template(parameter: Tensor, known: Any, about: TensorStorageMetadata, name: str) -> Tensor:
     """What a tensor of a parameter's state lies like: as what there is, as the parameter, or whole
     on every rank."""
@@ -424,7 +434,7 @@ def _template(parameter: Tensor, known: Any, about: TensorStorageMetadata, name:
         return known
     if about.size == parameter.shape and not name.endswith(".step"):
         return parameter
-    if about.size.numel() > 1 and isinstance(parameter, DTensor):
+    if _lies_otherwise(parameter, about, name):
         raise CheckpointError(
             f"{name} has {list(about.size)} and its parameter {list(parameter.shape)}: how it lies "
             "over the ranks only its optimizer knows. Train a step first, so that it makes its "

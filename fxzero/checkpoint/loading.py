@@ -20,6 +20,7 @@ from fxzero.checkpoint.found import Found
 from fxzero.checkpoint.ranks import Ranks, all_ranks
 from fxzero.checkpoint.saving import wait_for_running
 from fxzero.checkpoint.state import TrainState
+from fxzero.checkpoint.undo import Before
 from fxzero.checkpoint.wholeness import NotWholeError
 from fxzero.errors import CheckpointError, nearest
 
@@ -154,12 +155,30 @@ def _read(
     return found
 
 
+_AS_IT_WAS = "Nothing was changed."
+_CHANGED = (
+    "Some of the model's tensors have changed, of which there was no room for copies; the other "
+    "parts are as they were."
+)
+
+
+def _before(state: TrainState, ranks: Ranks) -> Before | None:
+    """Copies to go back to, where other ranks may fail and there is room."""
+    if ranks.size == 1:
+        return None
+    try:
+        return Before(state, ranks.size)
+    except Exception:  # no reason not to load
+        return None
+
+
 def _apply(found: Found, ranks: Ranks) -> None:
     """Let the run go on from a checkpoint, if all ranks can. A collective.
 
     Raises:
         CheckpointError: on every rank, if one cannot: which part does not take its state.
     """
+    before = _before(found.state, ranks)
     for apply in (found.apply_parts, found.apply):
         error: Exception | None = None
         try:
@@ -169,12 +188,12 @@ def _apply(found: Found, ranks: Ranks) -> None:
         except Exception as met:
             error = CheckpointError(
                 f"{found.path} was read whole, and the model or its optimizer does not take it: "
-                f"{type(met).__name__}: {met}. Some of the model's tensors have changed; the other "
-                "parts are as they were."
+                f"{type(met).__name__}: {met}."
             )
             error.__cause__ = met
         try:
             ranks.agree(error)
-        except CheckpointError:
+        except CheckpointError as error:
             found.take_back()
-            raise
+            whole = apply == found.apply_parts or (before is not None and before.restore())
+            raise CheckpointError(f"{error} {_AS_IT_WAS if whole else _CHANGED}") from error

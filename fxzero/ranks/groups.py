@@ -8,9 +8,11 @@ are sharded along the second axis and replicated along the first, the order that
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from itertools import pairwise
 
@@ -23,6 +25,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from fxzero._compat import attempt, resolve_process_group
 from fxzero.errors import ShardingError
+from fxzero.ranks.status import say_timeout
+from fxzero.ranks.status import timeout_s as timeout_s_of_ranks
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -63,7 +67,7 @@ def backend_of(group_name: str, device_type: str) -> str:
 
 
 def init_distributed(
-    device_type: str | None = None, *, from_host: bool = False
+    device_type: str | None = None, *, from_host: bool = False, timeout_s: float | None = None
 ) -> dist.ProcessGroup | None:
     """Join the process group that torchrun's variables describe, unless one exists.
 
@@ -72,11 +76,20 @@ def init_distributed(
 
     Args:
         from_host: on CUDA let it carry tensors of the host too, by gloo.
+        timeout_s: how long a rank may wait for others before all of them end, with who is late and
+            where each is: longer than any may be late, which compiles or reads its first batch,
+            say. A group of NCCL's gets it as its own too. The default is the environment's
+            FXZERO_TIMEOUT_S; without it a rank is waited for as long as the group's own timeout.
 
     Raises:
+        ConfigError: a timeout that is no positive number.
         ShardingError: some of torchrun's variables are set and others are not.
     """
+    if timeout_s is not None:
+        say_timeout(timeout_s)
     if dist.is_initialized():
+        if timeout_s is not None:
+            _watch_again()
         return dist.group.WORLD
     missing = [name for name in _TORCHRUN if name not in os.environ]
     if "RANK" in missing and "WORLD_SIZE" in missing:
@@ -97,10 +110,40 @@ def init_distributed(
     store, rank, size = next(rendezvous("env://"))
     store.set_timeout(default_pg_timeout)
     # Addresses of ranks that torchrun has restarted are still in its store.
-    store = PrefixStore(attempt(), store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
+    store = PrefixStore(attempt(store, rank, size), store)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        device_id=device,
+        timeout=_timeout_of(backend),
+    )
     atexit.register(_leave)
     return dist.group.WORLD
+
+
+def _watch_again() -> None:
+    """Let a watch that has begun know of another timeout."""
+    from fxzero.ranks import watch  # which compares over groups
+
+    if watch.current() is not None:
+        watch.start()
+
+
+def _timeout_of(backend: str) -> timedelta | None:
+    """The timeout of a process group: NCCL's waits, of which the host sees nothing, end by it.
+
+    On gloo `fxzero.ranks.watch` ends waits, which can say more. NCCL's watchdog then writes what
+    torch's flight recorder has, where that is left on.
+    """
+    seconds = timeout_s_of_ranks()
+    if "nccl" not in backend or not math.isfinite(seconds):
+        return None
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    return timedelta(seconds=seconds)
 
 
 def _leave() -> None:

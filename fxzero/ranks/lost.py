@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from fxzero.errors import FxZeroError, RankLostError, RanksDisagreeError
+from fxzero.ranks.arrivals import who_is_missing
 from fxzero.ranks.places import Place, transfer_of, user_line_of
+from fxzero.ranks.status import Status
 from fxzero.ranks.watch import Watch, current, run_name, transfers
 
 P = ParamSpec("P")
@@ -46,6 +48,7 @@ def explained(error: BaseException) -> BaseException:
     bucket = transfer_of(frames, transfers())
     place = Place("fxzero", run_name(), user_line_of(sys._getframe()), bucket)
     diagnosis = watch.diagnosis or _find_lost(watch)
+    watch.has_raised = True
     if diagnosis.startswith("ranks wait"):
         return RanksDisagreeError(diagnosis)
     text = diagnosis if watch.diagnosis else f"{diagnosis}\n  rank {watch.rank} {place}\n({error})"
@@ -99,7 +102,10 @@ def _find_lost(watch: Watch) -> str:
             silent = [rank for rank in _closed(watch) if rank in silent] or silent
         names = ", ".join(map(str, silent))
         said.append(f"rank {names} has died (killed, out of memory, or crashed: see its output)")
-    return "; ".join(said) or "a rank has closed its connections"
+    if not said:  # the process group's own patience is at an end: everybody lives
+        there = Status(kind="fxzero", name=run_name())
+        said.append(who_is_missing(there, watch.rank, watch.heard(), watch.size, watch.limits))
+    return "; ".join(filter(None, said)) or "a rank has closed its connections"
 
 
 def _closed(watch: Watch) -> list[int]:

@@ -125,13 +125,23 @@ def transfer_of(frames: Iterable[FrameType], transfers: Mapping[str, str]) -> st
     found = ""
     for frame in frames:
         if frame.f_code.co_filename.startswith("<eval_with_key>"):
-            code = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)
-            code = code.partition(";")[0].partition("#")[0].strip()
-            names = (transfers.get(word) for word in _WORD.findall(code))
-            return next((name for name in names if name), code)
+            lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+            return _next_transfer(lines[frame.f_lineno - 1 :], transfers)
         if frame.f_code.co_filename.endswith(_ANNOUNCING):
             found = "before its first bucket"
     return found
+
+
+def _next_transfer(lines: Iterable[str], transfers: Mapping[str, str]) -> str:
+    """The transfer of the first line; or what it does, and before which transfer."""
+    here = ""
+    for line in lines:
+        code = line.partition(";")[0].partition("#")[0].strip()
+        found = next(filter(None, map(transfers.get, _WORD.findall(code))), "")
+        if found:
+            return f"{here}, before {found}" if here else found
+        here = here or code
+    return here
 
 
 def _any(files: list[str], wanted: tuple[str, ...]) -> bool:

@@ -99,7 +99,7 @@ def _hear(store: Any, base: str) -> str:
     limits = Limits.from_environment()
     began = time.monotonic()
     warned = pause = 0.001
-    limit = store.timeout.total_seconds()
+    limit = min(store.timeout.total_seconds(), limits.timeout)
     while not store.check([key]):
         waited = time.monotonic() - began
         if waited > limits.warn and waited > 2 * warned:

@@ -7,6 +7,8 @@
     one that has stopped      no beat for 20 s, nor does its transport answer: an error
     all wait, not together    every rank blocked for 10 s, idle, in different places: an error
     one that has died         gloo says so, at once; the error says which rank and where
+    any of them, timeout_s    all ranks end, those that are elsewhere too: who has arrived, who not,
+                              and where each rank's threads are
 
 A thread that looks at the main thread's stack once a second costs the step nothing. A beat needs
 Python's global lock, which a rank may lose for long (a large unpickling), so silence alone proves
@@ -23,11 +25,11 @@ import atexit
 import contextlib
 import json
 import logging
+import math
 import os
 import sys
 import threading
 import time
-import traceback
 from dataclasses import asdict
 from datetime import timedelta
 from types import FrameType
@@ -38,15 +40,17 @@ import torch.distributed as dist
 
 from fxzero._compat import default_store, gloo_groups, private_store
 from fxzero.ranks.agree import now, tell
+from fxzero.ranks.arrivals import Heard, overdue
 from fxzero.ranks.busy import Busyness
+from fxzero.ranks.dump import stacks, write_flight_record
 from fxzero.ranks.places import place_of
-from fxzero.ranks.status import Limits, Status
+from fxzero.ranks.status import Limits, Status, timeout_s
 
 log = logging.getLogger("fxzero")
 
 _PROBE_TAG = 0x5A2
-_SHOWN = 24
-"""Innermost frames of a rank that waits in vain."""
+_GRACE_S = 3.0
+"""For which a rank that is elsewhere may end by itself once all others do."""
 _TOKENS = 16
 """Sent to every peer beforehand: so often can it ask whether this process is alive."""
 _VERDICT = "fxzero/watch/verdict"
@@ -67,6 +71,8 @@ class Watch:
         self.heard_at = 0.0
         """When the store last answered."""
         self.diagnosis = ""
+        self.has_raised = False
+        """Whether the main thread has been told, by an error."""
         self.curious = False
         """Whether others' places are wanted."""
         self.asked_until = 0.0
@@ -107,7 +113,9 @@ class Watch:
     def serves(self, limits: Limits | None) -> bool:
         """Whether this watch is still the right one."""
         alive = self.world is dist.group.WORLD and not self._stop.is_set()
-        return alive and limits in (None, self.limits)
+        if limits is None:  # of the environment, or those that somebody has chosen for a while
+            return alive and self.limits.timeout == timeout_s()
+        return alive and limits == self.limits
 
     def stop(self, why: str = "") -> None:
         """End the threads; say why to the other ranks first."""
@@ -152,9 +160,14 @@ class Watch:
     def _beat(self) -> None:
         self.status.beat += 1
         self.store.set(_key(self.rank), json.dumps(asdict(self.status)))
-        if not self.curious:
-            return
-        self.look()
+        if self.curious:
+            self.look()
+        elif math.isfinite(self.limits.timeout):  # others end a rank that is elsewhere, too
+            self._hear_verdict()
+
+    def _hear_verdict(self) -> None:
+        if self.store.check([_VERDICT]):
+            self.diagnosis = self.diagnosis or self.store.get(_VERDICT).decode()
 
     def look(self) -> None:
         """Read the other ranks' places, and whether somebody has decided that this is the end."""
@@ -167,8 +180,7 @@ class Watch:
                 self.seen[rank] = (status, time.monotonic())
             else:
                 self.seen[rank] = (status, before[1])
-        if self.store.check([_VERDICT]):
-            self.diagnosis = self.diagnosis or self.store.get(_VERDICT).decode()
+        self._hear_verdict()
         self.heard_at = time.monotonic()
 
     # -- judge
@@ -183,6 +195,8 @@ class Watch:
         if time.monotonic() < self.asked_until:
             return
         if blocked_s < self.limits.look:
+            if self.diagnosis and math.isfinite(self.limits.timeout):
+                self._end_elsewhere()
             self.curious = False
             self.seen.clear()
             self.heard_at = time.monotonic()
@@ -191,7 +205,13 @@ class Watch:
             self.curious = True
             self._wake.set()
             return
-        self.diagnosis = self.diagnosis or self._deadlock() or self._stopped() or self._given_up()
+        self.diagnosis = (
+            self.diagnosis
+            or self._deadlock()
+            or self._overdue()
+            or self._stopped()
+            or self._given_up()
+        )
         if self.diagnosis:
             self._end()
         elif blocked_s >= self.limits.warn and self.status.kind == "fxzero":
@@ -241,8 +261,24 @@ class Watch:
             "gather (full_tensor, state dicts, printing a parameter) and step on every rank, and "
             "put only what follows, such as writing a file, under `if rank == 0`."
         )
+        return self._decide(verdict)
+
+    def _decide(self, verdict: str) -> str:
+        """Tell all ranks that this is the end; what the first of them has said is true."""
         self.store.compare_set(_VERDICT, "", verdict)
         return self.store.get(_VERDICT).decode()
+
+    def _overdue(self) -> str:
+        """Whether this rank has waited for as long as it may."""
+        if self.status.blocked_s < self.limits.timeout:
+            return ""
+        verdict = overdue(self.status, self.rank, self.heard(), self.size, self.limits)
+        return self._decide(verdict) if verdict else ""
+
+    def heard(self) -> dict[int, Heard]:
+        """What is known of the other ranks."""
+        clock = time.monotonic()
+        return {r: Heard(status, clock - at) for r, (status, at) in self.seen.copy().items()}
 
     def _stopped(self) -> str:
         """Whether a rank is silent, and its transport too."""
@@ -315,17 +351,43 @@ class Watch:
             "; ".join(others) or "nobody; the network is slow",
         )
 
+    def _end_elsewhere(self) -> None:
+        """End a rank that others have waited for, by its next wait if there is one soon."""
+        self._dump()
+        self.fail(self.diagnosis)
+        deadline = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline and not self._stop.is_set() and not self.has_raised:
+            self._sample()
+            if self._call is not None:
+                self._break_connections()
+                return
+            self._stop.wait(self.limits.sample / 4)
+        if not self.has_raised and not self._stop.is_set():
+            log.critical("rank %d is where no error reaches it, and ends here", self.rank)
+            os.abort()
+        self._stop.set()
+
+    def _dump(self) -> None:
+        """Say why this rank ends, and where it was."""
+        text = stacks(self.rank, self.threads)
+        log.error("%s\n%s\n%s", self.diagnosis, text, write_flight_record(self.rank))
+
     def _end(self) -> None:
         """Raise in the main thread: by a receive that times out at once, on its connections."""
-        stack = traceback.format_stack(sys._current_frames().get(self.main.ident or 0))
-        log.error("%s\nRank %d is here:\n%s", self.diagnosis, self.rank, "".join(stack[-_SHOWN:]))
+        self._dump()
         self.fail(self.diagnosis)
-        # Closed connections wake the other ranks: each should have said why by then.
+        # Closed connections wake the other ranks: each should have said why by then, but for one
+        # that says nothing any more.
         deadline = time.monotonic() + 4 * self.limits.beat
         while time.monotonic() < deadline and not all(
-            s.ended for s, _ in self.seen.copy().values()
+            heard.status.ended or heard.silent_s > 4 * self.limits.beat
+            for heard in self.heard().values()
         ):
             time.sleep(self.limits.sample / 4)
+        self._break_connections()
+
+    def _break_connections(self) -> None:
+        """Let every wait on gloo fail, here and on ranks that wait for this one."""
         # Gloo closes all of a group's connections when a receive times out; one from a rank that
         # has died fails at once and closes none. So each peer is asked, until one is there.
         for group in gloo_groups():
@@ -360,7 +422,7 @@ def start(limits: Limits | None = None) -> None:
         limits: others than the environment's.
 
     Raises:
-        ConfigError: FXZERO_WARN_S is no positive number.
+        ConfigError: FXZERO_WARN_S or FXZERO_TIMEOUT_S is no positive number.
     """
     global _watch
     wanted = limits or Limits.from_environment()

@@ -122,10 +122,20 @@ def _about(graph: StepGraph) -> dict[str, Any]:
         "phase": "step" if whole else min((p.value for p in phases), default="forward"),
         "collectives": sum(runs_of(graph, t.stamp) for t in transfers),
         "gathers": sum(runs_of(graph, t.stamp) for t in transfers if t.stamp.lane is Lane.GATHER),
-        "transfers": {t.launch.name: t.stamp.bucket or t.launch.name for t in transfers},
+        "transfers": {t.launch.name: _told(t.launch) for t in transfers},
         "uses": uses,
         "line": line,
     }
+
+
+def _told(launch: fx.Node) -> str:
+    """A transfer's bucket, parameters, layer and phase, for a person."""
+    stamp = stamp_of(launch)
+    names = [key.partition("/")[2] or key for key in stamp.params]
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    layer = f", layer {stamp.layer}" if stamp.layer else ""
+    what = f": {shown}{layer}, {stamp.phase.value}" if names else ""
+    return f"{stamp.bucket or launch.name}{what}"
 
 
 def _line_of(node: fx.Node) -> str:

@@ -45,17 +45,34 @@ class Gradients:
     state: Lists
 
 
+NUM_STEPS = "num_steps_with_delay"
+"""In an optimizer's groups, once a state dict was made of it: how many steps it has seen, of which
+the first `delay_after` were not late. So that whoever goes on from there goes on counting."""
+
+
 class Pending:
     """One update of an optimizer, and what it has left for the next step."""
 
-    def __init__(self, kernel: Callable[..., None]) -> None:
+    def __init__(self, kernel: Callable[..., None], optimizer: Optimizer | None = None) -> None:
         self.kernel = kernel
         self.gradients: Gradients | None = None
-        self.num_steps = 0
-        """How often it was given gradients."""
+        self.num_steps: int | None = None
+        """How often it was given gradients; None until somebody asks, as a state dict may say."""
+        self.after = 0
+        """Steps that are not late."""
+        self._optimizer = weakref.ref(optimizer) if optimizer is not None else None
         self.running: Future[Any] = Future()
         """The last one that was started."""
         self.running.set_result(None)
+
+    def count(self) -> int:
+        """Count a step: how many there were."""
+        if self.num_steps is None:
+            optimizer = self._optimizer() if self._optimizer is not None else None
+            groups = optimizer.param_groups if optimizer is not None else []
+            self.num_steps = max((int(group.get(NUM_STEPS, 0)) for group in groups), default=0)
+        self.num_steps += 1
+        return self.num_steps
 
     def start(self, params: list[Tensor], state: Lists, behind: Future[Any] | None = None) -> None:
         """Start using what is left, on parameters and state as they are now."""
@@ -97,8 +114,7 @@ class LateUpdate:
 
     def __init__(self, pending: Pending, after: int) -> None:
         self.pending = pending
-        self.after = after
-        """Steps that are not late."""
+        pending.after = after
         self.__name__ = self.__qualname__ = f"late_{pending.kernel.__name__}"
 
     def __call__(
@@ -115,10 +131,10 @@ class LateUpdate:
         if any(map(is_fake, params)):
             pending.kernel(params, grads, state, group, scale, skip)
             return pending.running
-        pending.num_steps += 1
+        num_steps = pending.count()
         now = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
         pending.gradients = Gradients(grads, now, scale, skip, params, state)
-        if pending.num_steps <= self.after:
+        if num_steps <= pending.after:
             pending.start(params, state)
         return pending.running
 
@@ -136,12 +152,15 @@ def pending_of(optimizer: Optimizer, keys: tuple[str, ...], kernel: Callable[...
     known = _pending.setdefault(optimizer, {})
     found = known.get(keys)
     if found is None or found.kernel is not kernel:
-        found = known[keys] = Pending(kernel)
+        found = known[keys] = Pending(kernel, optimizer)
     return found
 
 
 def use_gradients(optimizer: Optimizer) -> None:
     """Run the updates that the last step has left, and wait for them."""
+    counts = [p.num_steps for p in _pending.get(optimizer, {}).values() if p.after and p.num_steps]
+    for group in optimizer.param_groups if counts else []:
+        group[NUM_STEPS] = max(counts)
     left = [p for p in _pending.get(optimizer, {}).values() if p.gradients is not None]
     with torch.no_grad():
         for pending in left:
@@ -153,6 +172,8 @@ def use_gradients(optimizer: Optimizer) -> None:
 
 def drop_gradients(optimizer: Optimizer) -> None:
     """Forget what the last step has left: other parameters, or another state, have come."""
+    for pending in _pending.get(optimizer, {}).values():
+        pending.num_steps = None  # the state that comes may say it
     left = [p for p in _pending.get(optimizer, {}).values() if p.gradients is not None]
     for pending in left:
         pending.gradients = None

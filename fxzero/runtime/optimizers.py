@@ -235,6 +235,28 @@ def create_state(
                 freed_bytes = _take_no_memory(state, freed_bytes)
 
 
+def state_as_made(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """The state that an optimizer would make for a parameter in its first step, which tells how it
+    lies over the ranks. The optimizer itself keeps none of it.
+
+    Returns:
+        Nothing where only a step makes it, as of optimizers that are not torch's.
+    """
+    if optimizer.state.get(parameter) or not hasattr(optimizer, "_init_group"):
+        return {}
+    group = next(
+        group for group in optimizer.param_groups if any(p is parameter for p in group["params"])
+    )
+    before, parameter.grad = parameter.grad, parameter.detach()  # its values do not matter
+    try:
+        with _compat.mode_of(parameter):
+            _compat.init_optimizer_state(optimizer, {**group, "params": [parameter]})
+        return dict(optimizer.state[parameter])
+    finally:
+        parameter.grad = before
+        optimizer.state.pop(parameter, None)
+
+
 _TRIM_AT = 64 << 20
 """Bytes that are freed before the system gets them back."""
 

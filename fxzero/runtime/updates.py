@@ -345,8 +345,9 @@ def stop_unless_finite(total: Tensor, norms: Tensor, names: list[str]) -> Tensor
     where = ", ".join(bad[:8]) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
     raise NonFiniteGradientError(
         f"the gradient of {where or 'the whole model'} is infinite or not a number, the total norm "
-        f"is {total.item()}. Nothing was updated. Look at the batch and at the learning rate, or "
-        "drop options={'stop_unless_finite': True} to go on regardless."
+        f"is {total.item()}. Nothing was updated. Look at the batch and at the learning rate, "
+        "let fxzero.find_non_finite(step, *batch) say where it begins, or drop "
+        "options={'stop_unless_finite': True} to go on regardless."
     )
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from fxzero.errors import ConfigError, NonFiniteGradientError, nearest
 from fxzero.sharding.markers import KEYS, cast_inputs, compute_in_fp32, mark
+from fxzero.sharding.params import KEY
 from fxzero.sharding.shard import MIXED, model_state, param_specs, replace_specs, sharded_module
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -159,6 +160,8 @@ def set_precision(model: nn.Module, precision: Precision) -> None:
         own = {n: by_identity.get(id(p)) for n, p in module._parameters.items()}
         keys = {n: s.key for n, s in own.items() if s is not None and s.compute_dtype != s.dtype}
         if KEYS not in vars(module):
+            for name, key in keys.items():
+                setattr(module._parameters[name], KEY, key)
             mark(module, keys, state)
     for module in exceptions:
         if dtype is not None:
@@ -224,7 +227,8 @@ class LossScale:
             raise NonFiniteGradientError(
                 f"gradients overflow although the loss scale is {self.value}, its minimum. The "
                 "step was skipped and nothing was changed. Lower the learning rate, look at the "
-                "batch, or train in bf16."
+                "batch, let fxzero.find_non_finite(step, *batch) say where it begins, or train in "
+                "bf16."
             )
         self.value = max(self.value / 2, self._rule.min_loss_scale)
 

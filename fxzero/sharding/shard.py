@@ -597,11 +597,11 @@ def _shard_modules(
                 done[id(original)] = (parameter, spec)
             parameter, spec = done[id(original)]
             module._parameters[name] = parameter
-            if mesh is not None or offload:
-                setattr(parameter, KEY, spec.key)
-                if spec.replica_groups and not isinstance(parameter, DTensor):
-                    reduce_what_arrives(parameter, spec)
-            if mesh is not None or offload or spec.compute_dtype != spec.dtype:
+            is_reduced = mesh is not None or offload
+            if is_reduced and spec.replica_groups and not isinstance(parameter, DTensor):
+                reduce_what_arrives(parameter, spec)
+            if is_reduced or spec.compute_dtype != spec.dtype:
+                setattr(parameter, KEY, spec.key)  # eager code reads by it, in the compute dtype
                 keys[name] = spec.key
         mark(module, keys, getattr(model, STATE))
         if mesh is not None and device.type == "cpu" and passed_bytes > _TRIM_BYTES:

@@ -169,6 +169,16 @@ def factored(folder: Path, zero: int) -> None:
     step_once(model, optimizer)
     fxzero.checkpoint.load(state, folder)
     assert bits(optimizer.state_dict()) == expected
+    torch.manual_seed(1)  # a process that was started again: its optimizer has no state yet
+    other = fxzero.shard(nn.Linear(4, 4), zero=zero)
+    theirs = torch.optim.Adafactor(other.parameters(), 0.1)
+    fxzero.checkpoint.load(fxzero.TrainState(other, theirs), folder)
+    assert bits(theirs.state_dict()) == expected
+    for _ in range(2):
+        step_once(model, optimizer)
+        step_once(other, theirs)
+    assert bits(other.state_dict()) == bits(model.state_dict())
+    assert bits(theirs.state_dict()) == bits(optimizer.state_dict())
 
 
 # -- layouts
@@ -449,6 +459,43 @@ def does_not_fit(folder: Path, kind: str) -> None:
 def test_a_part_that_one_rank_cannot_take_is_an_error_on_all(ranks: Pools, tmp_path: Path) -> None:
     """The others would train on, and wait."""
     ranks(2, timeout_s=60).run(one_cannot_take, tmp_path)
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_a_model_of_one_rank_that_takes_nothing_is_an_error_on_all(
+    ranks: Pools, tmp_path: Path, what: str
+) -> None:
+    """All are told which rank and why, and none of them goes on from what it has read."""
+    ranks(2, timeout_s=60).run(one_refuses, tmp_path, what)
+
+
+class RefusedError(RuntimeError):
+    """What a model, or an optimizer, has against a state."""
+
+
+def one_refuses(folder: Path, what: str) -> None:
+    """Job: rank 1 has a hook that raises, in the last moment."""
+    model = fxzero.shard(Odd(), zero=3)
+    optimizer = torch.optim.AdamW(trainable(model), 0.1)
+    counter = Broken(takes=True)
+    state = fxzero.TrainState(model, optimizer, loader=counter)
+    step_once(model, optimizer)
+    fxzero.checkpoint.save(state, folder, step=1).wait()
+    step_once(model, optimizer)
+    counter.epoch = 7
+    before = bits(model.state_dict()), bits(optimizer.state_dict()), counter.state_dict()
+
+    def refuse(*_: Any) -> None:
+        raise RefusedError("not this one")
+
+    if dist.get_rank() == 1:
+        owner: Any = model if what == "model" else optimizer
+        owner.register_load_state_dict_pre_hook(refuse)
+    with pytest.raises(CheckpointError, match=r"not this one"):
+        fxzero.checkpoint.load(state, folder)
+    after = bits(model.state_dict()), bits(optimizer.state_dict()), counter.state_dict()
+    assert after == before
+    step_once(model, optimizer)  # and all of them go on together
 
 
 def one_cannot_take(folder: Path) -> None:

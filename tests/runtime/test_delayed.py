@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import io
 from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -324,3 +326,30 @@ def test_stamps() -> None:
     """A start is the host's, in the step's beginning."""
     (start, *_) = of_role(offloaded(options=LATE, **ONE_PROCESS), Role.START)
     assert stamp_of(start).lane is Lane.HOST
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["checkpoint", "state dicts"])
+def test_a_run_that_goes_on_counts_on(tmp_path: Path, kind: str, how: str) -> None:
+    """The first steps that are not late are those of the run, not those since it was loaded."""
+    options = {**LATE, "offload_states": {"delay": 1, "delay_after": 4}}
+    first = Training(options, kind).run(2)
+    second = Training(options, kind)
+    second.losses = list(first.losses)
+    if how == "checkpoint":
+        fxzero.checkpoint.save(fxzero.TrainState(first.step), tmp_path, step=2).wait()
+        fxzero.checkpoint.load(fxzero.TrainState(second.step), tmp_path)
+    else:
+        second.step.load_state_dict(deepcopy(first.step.state_dict()))
+    first.run(5)
+    second.run(5)
+    assert all(map(torch.equal, first.left(), second.left()))
+    anew = Training(options, kind)  # the premise: a count from nothing would be seen
+    anew.losses = list(first.losses[:2])
+    state = fxzero.TrainState(anew.step, rng=False)
+    if how == "checkpoint":
+        fxzero.checkpoint.load(state, tmp_path)
+        for group in anew.optimizer.param_groups:
+            assert group.pop(delayed.NUM_STEPS) == 2
+        anew.run(5)
+        assert not torch.equal(anew.losses[-1], first.losses[-1])

@@ -792,3 +792,20 @@ def calls_of_a_step(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
             patch.setattr(updates.torch, name, lambda *_, **__: None)
         step(tokens, tokens)
         return calls(lambda: step(tokens, tokens))
+
+
+@pytest.mark.parametrize("said_to", ["shard", "step"])
+def test_a_low_precision_model_is_evaluated_in_one_process(said_to: str) -> None:
+    """Its inputs were cast, and its weights were not: eager code read the masters."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    if said_to == "shard":
+        fxzero.shard(model, param_dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"lower_regions": {"backend": "eager"}}
+    step = fxzero.compile_step(model, optimizer, F.mse_loss, precision="bf16", options=options)
+    step(torch.ones(4, 4), torch.ones(4, 1))
+    output = model(torch.ones(4, 4))
+    assert output.dtype is torch.bfloat16
+    output.sum().backward()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
