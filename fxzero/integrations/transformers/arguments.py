@@ -31,6 +31,7 @@ def check_arguments(args: Any, plugin: FxZeroPlugin) -> None:
     _refuse_engines(args)
     _refuse_precision(args, plugin)
     _refuse_compilers(args, plugin)
+    _leave_graphs_whole(args)
     refused = {
         "auto_find_batch_size": "a rank whose memory ends would begin anew alone, and the others "
         "wait for it. Set per_device_train_batch_size, and options={'memory_budget': …} for what "
@@ -153,6 +154,21 @@ def _refuse_compilers(args: Any, plugin: FxZeroPlugin) -> None:
             "under fxzero the model is compiled by fxzero, and its options are "
             "FxZeroPlugin(options=…). Leave out both."
         )
+
+
+def _leave_graphs_whole(args: Any) -> None:
+    """Let transformers checkpoint activations in the way that a compiler can read."""
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        if not getattr(args, name, False):
+            continue
+        given = getattr(args, f"{name}_kwargs", None) or {}
+        if given.get("use_reentrant"):
+            raise ConfigError(
+                f"{name}_kwargs={given}: reentrant checkpoints run forward inside of backward, "
+                "where no compiler sees it. Leave out use_reentrant; or leave out "
+                f"{name}, and let options={{'memory_budget': …}} choose what is repeated."
+            )
+        setattr(args, f"{name}_kwargs", {**given, "use_reentrant": False})
 
 
 def _even_batches(args: Any) -> bool:

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from fxzero.errors import ConfigError, ShardingError
 from fxzero.integrations.plugin import FxZeroPlugin
 from fxzero.integrations.transformers import arguments
+from fxzero.integrations.transformers.weights import save_whole
 from fxzero.sharding.shard import model_state
 
 log = logging.getLogger("fxzero")
@@ -50,6 +51,8 @@ class FxZeroCallback(TrainerCallback):
         arguments.check_model(model)
         self.fxzero.shard(model)
         self.fxzero.compile_forward(model)
+        if args.world_size > 1:
+            save_whole(model)
         model._is_accelerate_prepared = True  # accelerate then wraps and moves nothing
         if state.is_world_process_zero:
             log.warning("%s", self.fxzero.sentence(model))

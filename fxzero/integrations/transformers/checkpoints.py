@@ -23,7 +23,7 @@ from fxzero.checkpoint.folder import published
 from fxzero.checkpoint.ranks import all_ranks
 from fxzero.errors import CheckpointError
 from fxzero.integrations.transformers import adapters
-from fxzero.integrations.transformers.weights import whole_weights
+from fxzero.integrations.transformers.weights import weights_to_save
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -46,12 +46,7 @@ class CheckpointsMixin(_Base):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write whole weights, configuration and tokenizer. All ranks call it."""
         folder = self.args.output_dir if output_dir is None else output_dir
-        names = None
-        if adapters.is_peft(self.model):
-            ranks = all_ranks()  # peft may ask the hub about the base model: rank 0 alone
-            found = adapters.adapter_names(self.model) if ranks.rank == 0 else None
-            names = ranks.from_first(found)
-        weights = whole_weights(self.model, keep=self.args.should_save, names=names)
+        weights = weights_to_save(self.model, keep=self.args.should_save)
         if self.args.should_save:
             self._save(folder, state_dict=weights)
         if self.args.push_to_hub and not _internal_call:

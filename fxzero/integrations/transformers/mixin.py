@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from fxzero.errors import ConfigError
 from fxzero.integrations.plugin import FxZeroPlugin
 from fxzero.integrations.transformers import arguments
 from fxzero.integrations.transformers.checkpoints import CheckpointsMixin
+from fxzero.integrations.transformers.weights import save_whole
 from fxzero.sharding.shard import model_state, no_sync
 
 log = logging.getLogger("fxzero")
@@ -99,6 +100,8 @@ class FxZeroMixin(CheckpointsMixin):
             plugin = dataclasses.replace(plugin, mesh=mesh)
         plugin.shard(model)
         plugin.compile_forward(model)
+        if self.args.world_size > 1:
+            save_whole(model)
         # By this accelerate knows a model that it shall not wrap, move or compile.
         model._is_accelerate_prepared = True  # type: ignore[assignment]
         if self.is_world_process_zero():
@@ -186,9 +189,3 @@ def _eager() -> Iterator[None]:
 
 def _whole(norm: Any) -> Any:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-if TYPE_CHECKING:  # what the mixin's methods come from
-    from transformers import Trainer
-
-    class _Checked(FxZeroMixin, Trainer): ...
