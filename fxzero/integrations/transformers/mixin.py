@@ -1,0 +1,191 @@
+"""What a Trainer does otherwise under fxzero: a few of its methods, each for one reason.
+
+    Trainer(model, args, …)                     the model is sharded in place, and compiled
+      train
+        prepare                                 no DistributedDataParallel, no .to(device)
+        training_step                           no_sync at ZeRO 0 and 1; autocast of bf16
+        save_model, _save_…, _load_…            see `checkpoints`
+      evaluate, predict                         generate: as many forwards on every rank
+
+Everything else is Trainer's own: its loop, arguments, callbacks and logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fxzero.errors import ConfigError
+from fxzero.integrations.plugin import FxZeroPlugin
+from fxzero.integrations.transformers import arguments
+from fxzero.integrations.transformers.checkpoints import CheckpointsMixin
+from fxzero.integrations.transformers.weights import save_whole
+from fxzero.sharding.shard import model_state, no_sync
+
+log = logging.getLogger("fxzero")
+
+
+class FxZeroMixin(CheckpointsMixin):
+    """A Trainer of transformers that trains by fxzero: ``class Mine(FxZeroMixin, Trainer)``.
+
+    Args:
+        fxzero: how to shard and to compile; by default ZeRO-3. All other arguments are those of
+            the Trainer.
+
+    Raises:
+        ConfigError: an argument that fxzero cannot keep: see `arguments`.
+        ShardingError: a model that it cannot shard.
+    """
+
+    fxzero: FxZeroPlugin
+
+    def __init__(self, *args: Any, fxzero: FxZeroPlugin | None = None, **kwargs: Any) -> None:
+        """See the class."""
+        if fxzero is not None and not isinstance(fxzero, FxZeroPlugin):
+            raise ConfigError(f"fxzero={fxzero!r}: give FxZeroPlugin(zero=…)")
+        self.fxzero = fxzero if fxzero is not None else FxZeroPlugin()
+        self._may_shard = False
+        super().__init__(*args, **kwargs)
+        self._may_shard = True
+        self._make_ready(self.model)
+
+    # -- the model
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Look at the arguments first."""
+        arguments.check_arguments(self.args, self.fxzero)
+        super().create_accelerator_and_postprocess()
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            engine = "DeepSpeed" if self.is_deepspeed_enabled else "FSDP"
+            raise ConfigError(
+                f"`accelerate launch` was told to use {engine}, and the Trainer to use fxzero. "
+                "Start with torchrun, or with a config of accelerate that says multi_gpu alone."
+            )
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Shard what ``model_init`` makes, at the start of each training."""
+        model: nn.Module = super().call_model_init(trial)
+        if self._may_shard:  # else Trainer's own constructor looks at the model first
+            self._make_ready(model)
+        return model
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave a model where it is that is sharded, or will be: each rank moves its part."""
+        on_meta = any(parameter.is_meta for parameter in model.parameters())
+        stays = self.fxzero.offload or on_meta or self.args.world_size > 1
+        if not stays and model_state(model) is None:
+            super()._move_model_to_device(model, device)
+
+    def _make_ready(self, model: nn.Module) -> None:
+        """Shard and compile a model in place, once."""
+        if model_state(model) is not None and getattr(model, "_is_accelerate_prepared", False):
+            return
+        arguments.check_model(model)
+        plugin = dataclasses.replace(
+            self.fxzero, param_dtype=arguments.compute_dtype(self.args, self.fxzero)
+        )
+        device = self.args.device
+        if plugin.mesh is None and self.args.world_size > 1 and device.type != "cpu":
+            # The model is still on the CPU: the ranks' device says where it shall be.
+            mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+            plugin = dataclasses.replace(plugin, mesh=mesh)
+        plugin.shard(model)
+        plugin.compile_forward(model)
+        if self.args.world_size > 1:
+            save_whole(model)
+        # By this accelerate knows a model that it shall not wrap, move or compile.
+        model._is_accelerate_prepared = True  # type: ignore[assignment]
+        if self.is_world_process_zero():
+            log.warning("%s", plugin.sentence(model))
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Refuse an ``optim=`` that is wrong on shards."""
+        has_own = self.optimizer is not None
+        if not has_own and getattr(self, "optimizer_cls_and_kwargs", None) is None:
+            arguments.check_optimizer_name(self.args, self.fxzero.zero)
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
+        return optimizer
+
+    # -- the step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Reduce gradients where DistributedDataParallel would: in the last micro-batch."""
+        with self._reducing():
+            loss: Tensor = super().training_step(*args, **kwargs)
+        return loss
+
+    def _reducing(self) -> contextlib.AbstractContextManager[None]:
+        """At ZeRO 2 and 3 every micro-batch is reduced: no full gradient outlives it."""
+        gradients = self.accelerator.gradient_state
+        each = gradients.plugin_kwargs.get("sync_each_batch", False)
+        if self.fxzero.zero >= 2 or gradients.sync_gradients or each:
+            return contextlib.nullcontext()
+        return no_sync(self.model)
+
+    def autocast_smart_context_manager(
+        self, cache_enabled: bool | None = True
+    ) -> contextlib.AbstractContextManager[Any]:
+        """As accelerate would around the forward of a model that it has wrapped."""
+        if not self.args.bf16:
+            return contextlib.nullcontext()
+        return torch.autocast(
+            self.args.device.type, dtype=torch.bfloat16, cache_enabled=bool(cache_enabled)
+        )
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """A count is a whole number: as a float it would be cast with the model's inputs."""
+        count = super()._get_num_items_in_batch(*args, **kwargs)
+        if isinstance(count, Tensor) and count.is_floating_point():
+            return count.round().to(torch.int64)
+        return count
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """The norm over all ranks, as a plain tensor."""
+        return _whole(super()._clip_grad_norm(model))
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The norm over all ranks, as a plain tensor."""
+        return _whole(super()._get_grad_norm(model, grad_norm=grad_norm))
+
+    # -- evaluation
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **gen_kwargs: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Generate on all ranks together: each gathers what the others hold."""
+        if not getattr(self.args, "predict_with_generate", False) or prediction_loss_only:
+            return super().prediction_step(
+                model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **gen_kwargs
+            )
+        gen_kwargs = gen_kwargs or dict(getattr(self, "_gen_kwargs", {}))
+        if self.fxzero.zero and self.args.world_size > 1:
+            gen_kwargs.setdefault("synced_gpus", True)
+        with _eager(), self.autocast_smart_context_manager():
+            return super().prediction_step(
+                model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **gen_kwargs
+            )
+
+
+@contextlib.contextmanager
+def _eager() -> Iterator[None]:
+    """Run operator by operator: each token has shapes of its own, and would be compiled anew."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _whole(norm: Any) -> Any:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

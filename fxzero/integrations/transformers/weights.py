@@ -1,0 +1,89 @@
+"""Whole weights, gathered tensor by tensor to the rank that writes them.
+
+Every rank takes part; one whole tensor is held at a time, and all of them on the host of the rank
+that writes. Tensors that have several names stay one, so that whoever writes sees that they are
+tied.
+
+    model.save_pretrained("folder")     on all ranks: whole weights, by rank 0
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fxzero import _compat
+from fxzero.checkpoint import by_name
+from fxzero.checkpoint.ranks import all_ranks
+from fxzero.integrations.transformers import adapters
+
+
+def whole_weights(
+    model: nn.Module, *, keep: bool, names: Collection[str] | None = None
+) -> dict[str, Any]:
+    """A state dict of whole tensors in the host's memory. A collective: all ranks call it alike.
+
+    Args:
+        keep: whether this rank wants them; else it only gives its parts.
+        names: which entries; None takes all.
+
+    Returns:
+        The state dict; an empty one on a rank that does not want it.
+    """
+    found: dict[str, Any] = {}
+    by_identity: dict[int, Tensor] = {}
+    with _compat.without_torch_function(), torch.no_grad():
+        for name, value in by_name.model_state(model).items():
+            if names is not None and name not in names:
+                continue
+            if not isinstance(value, Tensor):
+                found[name] = value
+                continue
+            if id(value) not in by_identity:
+                by_identity[id(value)] = _whole(value, keep)
+            found[name] = by_identity[id(value)]
+    return found if keep else {}
+
+
+def weights_to_save(model: nn.Module, *, keep: bool) -> dict[str, Any]:
+    """Whole weights as ``model.save_pretrained(state_dict=…)`` takes them: of a model of peft, the
+    adapters'. A collective.
+
+    Args:
+        keep: see `whole_weights`.
+    """
+    if not adapters.is_peft(model):
+        return whole_weights(model, keep=keep)
+    ranks = all_ranks()  # peft may ask the hub about the base model: rank 0 alone
+    names = ranks.from_first(adapters.adapter_names(model) if ranks.rank == 0 else None)
+    return whole_weights(model, keep=keep, names=names)
+
+
+def save_whole(model: Any) -> None:
+    """Let a sharded model's own ``save_pretrained`` write whole weights, called on all ranks."""
+    if not hasattr(model, "save_pretrained"):
+        return
+    plain = model.save_pretrained
+
+    @functools.wraps(plain)
+    def save_pretrained(save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) < 2 and kwargs.get("state_dict") is None:
+            writes = all_ranks().rank == 0
+            kwargs["state_dict"] = weights_to_save(model, keep=writes)
+            if not writes:
+                return None
+        return plain(save_directory, *args, **kwargs)
+
+    model.save_pretrained = save_pretrained
+
+
+def _whole(value: Tensor, keep: bool) -> Tensor:
+    tensor = value.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.cpu() if keep else tensor.new_empty(0)

@@ -1,0 +1,90 @@
+"""transformers' Trainer over fxzero: what plain Trainer computes under DistributedDataParallel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.trainer_runs import Ran, Run, assert_same, train
+from tests.parity.harness import Pools
+
+SAVING = {"save_strategy": "steps", "save_steps": 10}
+
+
+def _train(ranks: Pools, folder: Path, run: Run) -> Ran:
+    return ranks(2).run(train, run, str(folder))[0]
+
+
+def _both(ranks: Pools, folder: Path, run: Run, zero: int, within: float, **plugin: Any) -> Ran:
+    """Train by fxzero and by DDP, and compare."""
+    wanted = _train(ranks, folder / "ddp", run)
+    sharded = Run(**{**vars(run), "zero": zero, "plugin": plugin})
+    found = _train(ranks, folder / "fxzero", sharded)
+    assert_same(found, wanted, within)
+    return found
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        pytest.param(0, marks=pytest.mark.exhaustive),
+        1,
+        pytest.param(2, marks=pytest.mark.exhaustive),
+        3,
+    ],
+)
+def test_a_causal_language_model_trains_as_under_ddp(
+    ranks: Pools, tmp_path: Path, zero: int
+) -> None:
+    """Twenty steps of two micro-batches with other numbers of labels, clipped, evaluated."""
+    found = _both(ranks, tmp_path, Run("llama"), zero, 1e-5)
+    norms = [line["grad_norm"] for line in found.logs if "grad_norm" in line]
+    assert max(norms) > 0.3, "nothing was clipped"
+
+
+@pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_in_float64_only_the_order_of_sums_differs(ranks: Pools, tmp_path: Path, zero: int) -> None:
+    run = Run("llama", dtype=torch.float64, own_loss=True, args={"max_steps": 5, "eval_steps": 5})
+    _both(ranks, tmp_path, run, zero, 1e-12)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model", ["gpt2", "t5", "vit", "resnet"])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_other_models_train_as_under_ddp(
+    ranks: Pools, tmp_path: Path, model: str, zero: int
+) -> None:
+    # Biases before a softmax have no gradient but rounding, which Adam would divide by itself.
+    _both(ranks, tmp_path, Run(model, args={"adam_epsilon": 1e-3}), zero, 1e-5)
+
+
+def test_whole_gradients_are_reduced_once_a_step(ranks: Pools, tmp_path: Path) -> None:
+    """At ZeRO 1 whole gradients are kept over the micro-batches, as by DDP's no_sync."""
+    args = {"max_steps": 3, "eval_strategy": "no"}
+    counts = {
+        micro: _train(
+            ranks,
+            tmp_path / str(micro),
+            Run("llama", zero=1, args={**args, "gradient_accumulation_steps": micro}),
+        ).reduces
+        for micro in (1, 4)
+    }
+    assert counts[1] == counts[4] > 0
+
+
+@pytest.mark.parametrize(
+    ("zero", "model"), [(3, "gpt2"), pytest.param(1, "llama", marks=pytest.mark.exhaustive)]
+)
+def test_going_on_half_way_is_as_if_nothing_had_happened(
+    ranks: Pools, tmp_path: Path, zero: int, model: str
+) -> None:
+    """With dropout: generators, the schedule, the moments and the place in the data go on."""
+    run = Run(model, zero=zero, dropout=0.2, args=SAVING)
+    whole = _train(ranks, tmp_path, run)
+    assert any(line["step"] > 10 for line in whole.logs)
+    again = Run(**{**vars(run), "resume": str(tmp_path / "checkpoint-10")})
+    resumed = _train(ranks, tmp_path, again)
+    assert_same(resumed, whole, 1e-6)

@@ -1,0 +1,61 @@
+"""Adapters of peft under FxZeroTrainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxzero.integrations.transformers.weights import whole_weights
+from tests.integrations.trainer_runs import (
+    Ran,
+    Run,
+    as_torchrun_says,
+    assert_same,
+    llama,
+    make_trainer,
+    ran,
+    train,
+)
+from tests.parity.harness import Pools
+
+SAVING = {"max_steps": 8, "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
+
+
+def _train_and_read(run: Run, folder: str) -> tuple[Ran, float]:
+    """Train adapters, and how far those are off that peft reads from the folder."""
+    from peft import PeftModel
+
+    with as_torchrun_says():
+        trainer = make_trainer(run, folder)
+        trainer.train(resume_from_checkpoint=run.resume)
+        trainer.save_model(f"{folder}/saved")
+        torch.distributed.barrier()
+        weights = whole_weights(trainer.model, keep=True)
+        read = PeftModel.from_pretrained(llama(0.0), f"{folder}/saved").state_dict()
+        off = max(
+            float((read[name] - weight).abs().max())
+            for name, weight in weights.items()
+            if "lora_" in name
+        )
+        return ran(trainer, folder), off
+
+
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
+def test_adapters_train_as_under_ddp_and_go_on(ranks: Pools, tmp_path: Path, zero: int) -> None:
+    run = Run("lora", args=SAVING)
+    wanted = ranks(2).run(train, run, str(tmp_path / "ddp"))[0]
+    folder = tmp_path / "fxzero"
+    sharded = Run("lora", zero=zero, args=SAVING)
+    found, off = ranks(2).run(_train_and_read, sharded, str(folder))[0]
+    assert_same(found, wanted, 1e-5)
+    assert off == 0.0
+    assert "saved/adapter_model.safetensors" in found.files
+    assert "checkpoint-4/model.safetensors" not in found.files
+    shards = sum(path.stat().st_size for path in (folder / "checkpoint-4/fxzero").rglob("*.distcp"))
+    assert shards < 60_000, "the frozen model was saved too"
+
+    again = Run("lora", zero=zero, args=SAVING, resume=str(folder / "checkpoint-4"))
+    resumed, _ = ranks(2).run(_train_and_read, again, str(folder))[0]
+    assert_same(resumed, found, 1e-6, since=4)

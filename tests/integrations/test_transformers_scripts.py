@@ -1,0 +1,108 @@
+"""Scripts as people run them: by torchrun, at default settings, with and without fxzero."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "pages" / "integrations" / "trainer.md"
+PAIR = ("examples/trainer_lm_ddp.py", "examples/trainer_lm.py")
+SETTINGS = (
+    "--use_cpu --ddp_backend gloo --report_to none --disable_tqdm true --logging_steps 1 "
+    "--per_device_train_batch_size 2 --gradient_accumulation_steps 2 --adam_epsilon 1e-4"
+).split()
+
+
+def run(script: str, *args: str) -> str:
+    """Run a script on two ranks; warnings of fxzero are errors."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+    launch = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+    done = subprocess.run(
+        [sys.executable, *launch, "tests/integrations/strict.py", script, *args],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+def _losses(folder: Path) -> list[dict[str, Any]]:
+    (state,) = folder.glob("checkpoint-*/trainer_state.json")
+    log = json.loads(state.read_text())["log_history"]
+    return [{k: line[k] for k in ("step", "loss", "grad_norm")} for line in log if "loss" in line]
+
+
+def _difference(before: str, after: str) -> list[str]:
+    texts = [(ROOT / name).read_text().splitlines() for name in (before, after)]
+    return list(difflib.unified_diff(*texts, before, after, n=1, lineterm=""))
+
+
+def test_a_script_and_its_ddp_form_train_alike(tmp_path: Path) -> None:
+    for name, script in zip(("ddp", "fxzero"), PAIR, strict=True):
+        said = run(script, "--output_dir", str(tmp_path / name), "--max_steps", "4", *SETTINGS)
+    assert said.count("fxzero: ZeRO-3 over 2 ranks") == 1
+    plain, sharded = (_losses(tmp_path / name) for name in ("ddp", "fxzero"))
+    assert len(plain) == len(sharded) == 4
+    for line, other in zip(sharded, plain, strict=True):
+        assert line == pytest.approx(other, rel=1e-5)
+    weights = load_file(tmp_path / "ddp" / "model.safetensors")
+    found = load_file(tmp_path / "fxzero" / "model.safetensors")
+    assert found.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert (found[name] - weight).abs().max() <= 1e-5 * weight.abs().max(), name
+
+
+def test_the_page_shows_the_difference() -> None:
+    difference = _difference(*PAIR)
+    changed = [line for line in difference[2:] if line[0] in "+-"]
+    replaced = max(sum(line[0] == sign for line in changed) for sign in "+-")
+    assert replaced <= 4, changed
+    mark = f"<!-- difference: {' '.join(PAIR)} -->\n"
+    shown = PAGE.read_text().partition(mark)[2]
+    wanted = "```diff\n" + "\n".join(difference) + "\n```\n"
+    assert shown.startswith(wanted), f"the page should show\n{wanted}"
+
+
+@pytest.mark.exhaustive
+def test_the_seq2seq_script_generates_and_goes_on(tmp_path: Path) -> None:
+    more = (
+        "--max_steps 4 --predict_with_generate --generation_max_length 8 --save_steps 2 "
+        "--source_length 16 --target_length 16 --num_eval 8 --eval_strategy steps --eval_steps 2"
+    ).split()
+    folder = str(tmp_path)
+    first = run("examples/trainer_seq2seq.py", "--output_dir", folder, *more, *SETTINGS)
+    assert "eval_right" in first
+    weights = load_file(tmp_path / "model.safetensors")
+    resume = ["--resume_from_checkpoint", f"{folder}/checkpoint-2"]
+    run("examples/trainer_seq2seq.py", "--output_dir", folder, *more, *SETTINGS, *resume)
+    again = load_file(tmp_path / "model.safetensors")
+    for name, weight in weights.items():
+        assert (again[name] - weight).abs().max() <= 1e-6 * weight.abs().max(), name
+
+
+@pytest.mark.exhaustive
+def test_at_zero_3_the_peak_is_at_most_six_tenths_of_ddps(tmp_path: Path) -> None:
+    """103 million parameters, which with gradients and Adam's moments are 1.6 GB under DDP."""
+    peaks = {}
+    for stage in ("ddp", "3"):
+        (tmp_path / stage).mkdir()
+        run("tests/integrations/trainer_peak.py", stage, str(tmp_path / stage))
+        peaks[stage] = int((tmp_path / stage / "peak").read_text())
+    assert peaks["3"] <= 0.6 * peaks["ddp"], peaks
