@@ -130,10 +130,10 @@ def _take_rows(
             continue
         if isinstance(value, DTensor) or value.shape != parameter.shape:
             continue  # torch compares the layouts, or says that the shapes differ
-        state_dict[prefix + name] = dtensor_like(_rows(value, parameter), parameter)
+        state_dict[prefix + name] = dtensor_like(rows_here(value, parameter), parameter)
 
 
-def _rows(full: Tensor, parameter: DTensor) -> Tensor:
+def rows_here(full: Tensor, parameter: DTensor) -> Tensor:
     """The part of a full tensor that this rank has of a parameter."""
     local = local_tensor(parameter)
     if parameter.device_mesh.get_coordinate() is None:  # of another stage of a pipeline

@@ -1,0 +1,108 @@
+"""A checkpoint in one file, as DDP writes and reads it: no shard is in it.
+
+    rank 0   gathers tensor after tensor to its host's memory, and writes
+    others   help to gather, and hold one tensor at a time
+    reading  every rank maps the file, and copies the rows that it has
+
+The file is the one that Lightning's own strategies write: `load_from_checkpoint` takes it, and so
+does any number of ranks, under DDP or here. One key is ours: the generators of each rank, so that
+dropout goes on as it would have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from fxzero._compat import dtensor_like
+from fxzero.checkpoint.random_state import RandomState
+from fxzero.checkpoint.values import decode, encode
+from fxzero.runtime.delayed import use_gradients
+from fxzero.sharding.shard_state import rows_here
+
+_OURS = "fxzero"
+"""The key of what Lightning does not write."""
+_LARGE = ("state_dict", "optimizer_states")
+"""What is copied from the file where it is loaded, and not before."""
+
+
+def gathered(state: Any) -> Any:
+    """A state dict without shards: on rank 0 whole, in the host's memory; on the others on meta,
+    so that hooks find the names and shapes that they look for. A collective."""
+    return tree_map_only(DTensor, _gather, state)
+
+
+def _gather(tensor: DTensor) -> Tensor:
+    full = tensor.full_tensor().detach()
+    return full.cpu() if dist.get_rank() == 0 else full.to("meta")
+
+
+def add_random_state(checkpoint: dict[str, Any]) -> None:
+    """Note the generators of all ranks, in a checkpoint that a run can go on from. A collective."""
+    if "optimizer_states" not in checkpoint:
+        return
+    mine = json.dumps(encode(RandomState().state_dict(), "rng"))
+    states: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, mine)
+    checkpoint[_OURS] = {"rng": states}
+
+
+def random_state(checkpoint: Mapping[str, Any], world_size: int, fits: bool) -> str | None:
+    """This rank's generators, if training goes on from a checkpoint of as many ranks."""
+    states = checkpoint.get(_OURS, {}).get("rng", ())
+    return states[dist.get_rank()] if fits and len(states) == world_size else None
+
+
+def restore_random_state(state: str) -> None:
+    """Let this rank's generators go on from there."""
+    RandomState().load_state_dict(decode(json.loads(state)))
+
+
+def read(path: str, checkpoint_io: Any, weights_only: bool | None) -> dict[str, Any]:
+    """A checkpoint's content, on every rank. Of the model and its optimizers nothing is in memory
+    yet, where the file is one that can be mapped."""
+    if not Path(path).is_file():
+        return dict(checkpoint_io.load_checkpoint(path, weights_only=weights_only))
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    except RuntimeError:  # not a zip file: written long ago
+        return dict(checkpoint_io.load_checkpoint(path, weights_only=weights_only))
+    rest = {key: value for key, value in found.items() if key not in _LARGE}
+    # The file may be overwritten while somebody holds a tensor of it.
+    return {**found, **tree_map_only(Tensor, Tensor.clone, rest)}
+
+
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load an optimizer's whole state: each rank takes the part of it that it updates."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = {
+        index: {key: _part(key, value, parameters[index]) for key, value in values.items()}
+        if index < len(parameters)  # else torch says that the groups differ
+        else values
+        for index, values in state["state"].items()
+    }
+    use_gradients(optimizer)
+    optimizer.load_state_dict({**state, "state": states})
+
+
+def _part(key: str, value: Any, parameter: Tensor) -> Any:
+    """What this rank has of a parameter's state: laid out as the parameter, or whole."""
+    if not isinstance(value, Tensor):
+        return value
+    if not isinstance(parameter, DTensor) or key == "step":
+        return value.clone()
+    if value.shape == parameter.shape:
+        return dtensor_like(rows_here(value, parameter), parameter)
+    if not value.dim():
+        return value.clone()
+    mesh = parameter.device_mesh
+    return DTensor.from_local(value.clone(), mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -1,0 +1,57 @@
+"""Lightning's Trainer with FxZeroStrategy, against the same script under its own DDPStrategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.lightning_runs import Fitted, fit
+from tests.parity.harness import Pools
+
+USUAL = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 4}
+"""Twenty steps of two micro-batches on two ranks."""
+
+
+def assert_same(here: list[Fitted], there: list[Fitted], tolerance: float = 1e-5) -> None:
+    """Each rank's losses, whole weights, metrics and steps are those of another run."""
+    for mine, other in zip(here, there, strict=True):
+        assert mine.global_step == other.global_step
+        assert mine.losses == pytest.approx(other.losses, abs=tolerance)
+        assert mine.metrics == pytest.approx(other.metrics, abs=tolerance)
+        assert mine.weights.keys() == other.weights.keys()
+        for name, value in mine.weights.items():
+            torch.testing.assert_close(value, other.weights[name], rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.fixture(scope="module")
+def under_ddp(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> list[Fitted]:
+    """The usual run, under Lightning's own strategy."""
+    return ranks(2).run(fit, None, str(tmp_path_factory.mktemp("ddp")), **USUAL)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_it_trains_as_ddp_does(
+    ranks: Pools, under_ddp: list[Fitted], tmp_path: Path, zero: int
+) -> None:
+    fitted = ranks(2).run(fit, {"zero": zero}, str(tmp_path), **USUAL)
+    assert fitted[0].global_step == 20
+    assert fitted[0].losses != fitted[1].losses, "the ranks have seen the same data"
+    assert_same(fitted, under_ddp)
+
+
+@pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"])
+def test_a_run_that_stops_half_way_goes_on_as_if_it_had_not(
+    ranks: Pools, under_ddp: list[Fitted], tmp_path: Path, folder: bool
+) -> None:
+    settings: dict[str, Any] = {"zero": 3, "save_distributed_checkpoint": folder}
+    first = ranks(2).run(fit, settings, str(tmp_path), **{**USUAL, "max_epochs": 2})
+    last = tmp_path / "last.ckpt"
+    assert last.is_dir() == folder
+    second = ranks(2).run(fit, settings, str(tmp_path), ckpt_path=str(last), **USUAL)
+    for whole, half, other in zip(under_ddp, first, second, strict=True):
+        other.losses = half.losses + other.losses
+        assert other.global_step == whole.global_step == 20
+    assert_same(second, under_ddp)
