@@ -6,6 +6,7 @@ fit(None, folder)          →   the same under Lightning's own DDPStrategy
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -153,10 +154,10 @@ def as_torchrun() -> Iterator[None]:
         yield
 
 
-def strategy_of(zero: dict[str, Any] | None) -> Any:
-    """Ours, or Lightning's DDP for None; "inductor" in it leaves the compiler's options alone."""
-    if zero is None:
-        return "ddp"
+def strategy_of(zero: dict[str, Any] | str | None) -> Any:
+    """Ours, or one by name, DDP for None; "inductor" leaves the compiler's options alone."""
+    if zero is None or isinstance(zero, str):
+        return zero or "ddp"
     from fxzero.integrations.lightning import FxZeroStrategy
 
     settings = dict(zero)
@@ -165,7 +166,7 @@ def strategy_of(zero: dict[str, Any] | None) -> Any:
     return FxZeroStrategy(**settings)
 
 
-def trainer_of(zero: dict[str, Any] | None, folder: str | Path, **settings: Any) -> Any:
+def trainer_of(zero: dict[str, Any] | str | None, folder: str | Path, **settings: Any) -> Any:
     """A Trainer on all ranks that keeps its last checkpoint."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     settings.setdefault("callbacks", [ModelCheckpoint(dirpath=folder, save_last=True)])
@@ -190,7 +191,7 @@ def whole(module: nn.Module) -> dict[str, Tensor]:
 
 
 def fit(
-    zero: dict[str, Any] | None,
+    zero: dict[str, Any] | str | None,
     folder: str | Path,
     *,
     make: Callable[..., Any] = Module,
@@ -215,3 +216,35 @@ def fit(
             extra=getattr(module, "extra", None),
             said=[str(item.message) for item in said],
         )
+
+
+def try_to_fit(zero: dict[str, Any] | str | None, folder: str | Path, **settings: Any) -> str:
+    """Fit a module, which ends with an error; say which, as people see it."""
+    try:
+        fit(zero, folder, **settings)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was said"
+
+
+def evaluate(
+    zero: dict[str, Any] | str | None, folder: str | Path, ckpt_path: Any
+) -> tuple[dict[str, float], Tensor]:
+    """Validate, test and predict with a checkpoint's weights, without a fit."""
+    with as_torchrun():
+        module = Module()
+        trainer = trainer_of(zero, folder)
+        batches = loaders()[1]
+        found = dict(trainer.validate(module, batches, ckpt_path=ckpt_path)[0])
+        again = trainer.test(module, batches)[0]
+        assert again == found
+        return found, torch.cat(trainer.predict(module, batches))
+
+
+def run_example(name: str, folder: str) -> Fitted:
+    """One of the two scripts, with its own settings."""
+    script = importlib.import_module(f"examples.{name}")
+    with as_torchrun():
+        trainer = script.main(folder, accelerator="cpu", enable_progress_bar=False)
+        metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        return Fitted([], whole(trainer.lightning_module), metrics, trainer.global_step)

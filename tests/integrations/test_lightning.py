@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.integrations.lightning_runs import Fitted, fit
+from tests.integrations.lightning_runs import Fitted, fit, run_example
 from tests.parity.harness import Pools
 
+ROOT = Path(__file__).parents[2]
 USUAL = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 4}
 """Twenty steps of two micro-batches on two ranks."""
 
@@ -55,3 +57,28 @@ def test_a_run_that_stops_half_way_goes_on_as_if_it_had_not(
         other.losses = half.losses + other.losses
         assert other.global_step == whole.global_step == 20
     assert_same(second, under_ddp)
+
+
+def lines_of(name: str) -> list[str]:
+    """An example, without what its docstring says of it."""
+    text = (ROOT / "examples" / f"{name}.py").read_text()
+    return text.partition("from __future__")[2].splitlines()
+
+
+def test_the_two_examples_differ_by_four_lines_and_train_alike(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    """By the default settings; the page shows the difference."""
+    ddp, ours = lines_of("lightning_lm_ddp"), lines_of("lightning_lm")
+    changed = [
+        line
+        for line in difflib.unified_diff(ddp, ours, n=0, lineterm="")
+        if line[:1] in "+-" and line[:3] not in ("+++", "---") and line[1:].strip()
+    ]
+    assert 0 < len([line for line in changed if line[0] == "+"]) <= 4
+    page = (ROOT / "docs" / "pages" / "integrations" / "lightning.md").read_text()
+    assert "\n".join(changed) in page.replace("\n \n", "\n")
+    there = ranks(2).run(run_example, "lightning_lm_ddp", str(tmp_path / "ddp"))
+    here = ranks(2).run(run_example, "lightning_lm", str(tmp_path / "ours"))
+    assert here[0].global_step == 20
+    assert_same(here, there)

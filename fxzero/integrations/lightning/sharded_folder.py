@@ -113,6 +113,23 @@ def _state(
     return checkpoints.TrainState(module, optimizer, rng=goes_on, **{_PART: rest})
 
 
+def refuse_changed(given: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """See that hooks have left a model's state as it is.
+
+    Raises:
+        CheckpointError: one has not: a folder would hold what it has replaced.
+    """
+    missing = object()
+    names = sorted(given.keys() | state.keys())
+    changed = [n for n in names if given.get(n, missing) is not state.get(n, missing)]
+    if changed:
+        raise CheckpointError(
+            f"on_save_checkpoint of the module or of a callback has changed {len(changed)} entries "
+            f"of the state dict ({', '.join(changed[:4])}); a folder holds the model as it is. "
+            "Write one file instead: save_distributed_checkpoint=False."
+        )
+
+
 def save(
     module: LightningModule,
     optimizers: Sequence[Optimizer],
@@ -127,19 +144,11 @@ def save(
             taken from the module and the optimizers themselves.
 
     Raises:
-        CheckpointError: a hook has changed what is to be saved of the model; or it cannot be
-            written.
+        CheckpointError: it cannot be written.
     """
     rest = dict(checkpoint)
-    state = rest.pop("state_dict")
+    rest.pop("state_dict")
     goes_on = rest.pop("optimizer_states", None) is not None
-    if set(state) != set(module.state_dict()):
-        changed = sorted(set(state) ^ set(module.state_dict()))
-        raise CheckpointError(
-            f"on_save_checkpoint has taken {', '.join(changed[:4])} out of the state dict, or put "
-            "it there; a folder holds the model as it is. Write one file instead: "
-            "save_distributed_checkpoint=False."
-        )
     if dist.get_rank() == 0 and Path(path).is_file():
         Path(path).unlink()
     buffer = io.BytesIO()

@@ -68,6 +68,8 @@ class FxZeroStrategy(DDPStrategy):
     _process_group_backend: str | None
     _is_restored = False
     """Whether the last checkpoint was a folder, of which all is loaded."""
+    _given: Mapping[str, Any] = {}
+    """The model's state that is about to be saved, as hooks get it."""
 
     def __init__(
         self,
@@ -171,6 +173,14 @@ class FxZeroStrategy(DDPStrategy):
         with no_sync(self.lightning_module) if keeps else nullcontext():
             yield
 
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce what is logged; of a norm, or a penalty on weights, each rank gives the whole."""
+        return super().reduce(set_up.whole(tensor), group, reduce_op)
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Gather a tensor of each rank; one that ranks have in parts is whole on each first."""
+        return super().all_gather(set_up.whole(tensor), group, sync_grads)
+
     def on_train_start(self) -> None:
         """Let random numbers go on from a checkpoint, after what setting up has drawn."""
         super().on_train_start()
@@ -199,8 +209,11 @@ class FxZeroStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state: whole, on rank 0, for a file; this rank's parts, for a folder."""
-        state = self.lightning_module.state_dict()
-        return state if self.save_distributed_checkpoint else whole_file.gathered(state)
+        state: dict[str, Any] = self.lightning_module.state_dict()
+        if not self.save_distributed_checkpoint:
+            return dict(whole_file.gathered(state))
+        self._given = dict(state)
+        return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state, as the model's."""
@@ -226,6 +239,8 @@ class FxZeroStrategy(DDPStrategy):
                 "Leave it out, or write one file: save_distributed_checkpoint=False."
             )
         step = int(checkpoint["global_step"])
+        given, self._given = self._given, {}
+        sharded_folder.refuse_changed(given, checkpoint["state_dict"])
         sharded_folder.save(self.lightning_module, self.optimizers, checkpoint, path, step)
 
     def load_checkpoint(
