@@ -15,6 +15,7 @@ from tests.integrations import lightning_habits as habits
 from tests.integrations.lightning_runs import Fitted, Module, evaluate, fit, try_to_fit
 from tests.integrations.test_lightning import assert_same
 from tests.parity.harness import Pools
+from tests.tiers import exhaustive
 
 FOLDER = {"zero": 3, "save_distributed_checkpoint": True}
 
@@ -28,7 +29,7 @@ def at_ddp(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> tuple[list
     return second, path / "last.ckpt"
 
 
-@pytest.mark.parametrize("make", [Module, habits.OnMeta], ids=["in memory", "on meta"])
+@pytest.mark.parametrize("make", [habits.OnMeta, *exhaustive(Module)])
 def test_a_run_goes_on_from_a_checkpoint_of_ddp(
     ranks: Pools, at_ddp: tuple[list[Fitted], Path], tmp_path: Path, make: Any
 ) -> None:
@@ -49,6 +50,7 @@ def test_ddp_goes_on_from_ours(
     assert loaded.hparams == {"hidden": 16, "dropout": 0.0, "lr": 1e-2}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("zero", [{"zero": 3}, FOLDER], ids=["file", "folder"])
 def test_dropout_goes_on_as_it_would_have(
     ranks: Pools, tmp_path: Path, zero: dict[str, Any]
@@ -63,6 +65,7 @@ def test_dropout_goes_on_as_it_would_have(
     assert_same(second, whole, 0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("zero", [{"zero": 3}, FOLDER], ids=["file", "folder"])
 def test_another_number_of_ranks_reads_it(
     ranks: Pools, tmp_path: Path, zero: dict[str, Any]
@@ -87,6 +90,7 @@ def test_another_number_of_ranks_reads_it(
         assert_same([alone], [there])
 
 
+@pytest.mark.exhaustive
 def test_two_optimizers_are_in_a_folder(ranks: Pools, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"make": habits.Adversaries}
     whole = ranks(2).run(fit, FOLDER, str(tmp_path / "whole"), **settings)
@@ -98,6 +102,7 @@ def test_two_optimizers_are_in_a_folder(ranks: Pools, tmp_path: Path) -> None:
     assert_same(second, whole, 0)
 
 
+@pytest.mark.exhaustive
 def test_what_a_folder_cannot_hold_is_refused(ranks: Pools, tmp_path: Path) -> None:
     averages = [callbacks.WeightAveraging(), callbacks.ModelCheckpoint(tmp_path / "a")]
     said = ranks(2).run(try_to_fit, FOLDER, str(tmp_path), callbacks=averages, max_epochs=1)
@@ -106,6 +111,7 @@ def test_what_a_folder_cannot_hold_is_refused(ranks: Pools, tmp_path: Path) -> N
     assert all("AsyncCheckpointIO would write a file" in text for text in said), said
 
 
+@pytest.mark.exhaustive
 def test_a_file_may_be_written_by_a_plugin_and_holds_averages(ranks: Pools, tmp_path: Path) -> None:
     """Averages of weights are those of DDP; a thread writes the file."""
     runs = []

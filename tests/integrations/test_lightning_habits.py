@@ -14,6 +14,7 @@ from tests.integrations import lightning_habits as habits
 from tests.integrations.lightning_runs import Module, fit
 from tests.integrations.test_lightning import assert_same
 from tests.parity.harness import Pools
+from tests.tiers import exhaustive
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,13 @@ HABITS = {
 }
 
 
-@pytest.mark.parametrize("name", HABITS)
+ALWAYS = ("parts are touched", "metrics", "two optimizers by hand, zero 1")
+"""The others are tried before a release: each compiles a model, to train it and to validate it."""
+
+
+@pytest.mark.parametrize(
+    "name", [*ALWAYS, *exhaustive(*(name for name in HABITS if name not in ALWAYS))]
+)
 def test_a_habit_trains_as_under_ddp(ranks: Pools, tmp_path: Path, name: str) -> None:
     habit = HABITS[name]
     ddp = ranks(2).run(fit, habit.ddp, str(tmp_path / "ddp"), make=habit.make, **habit.settings)

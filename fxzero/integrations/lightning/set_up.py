@@ -39,7 +39,7 @@ from fxzero.sharding.params import is_known
 from fxzero.sharding.shard import model_state
 
 _SETTINGS = (
-    "accelerator parallel_devices cluster_environment checkpoint_io precision_plugin start_method"
+    "accelerator parallel_devices cluster_environment checkpoint_io precision_plugin"
 ).split()
 """Of Lightning's own strategies, that this one takes too."""
 _OTHERS = {

@@ -17,12 +17,14 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
@@ -99,8 +101,7 @@ class FxZeroStrategy(DDPStrategy):
             compile=compile,
         )
         self.save_distributed_checkpoint = save_distributed_checkpoint
-        self._compiled: set[int] = set()
-        self._random_state: str | None = None
+        self._compiled: WeakSet[nn.Module] = WeakSet()
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, **settings)
 
     @property
@@ -153,8 +154,8 @@ class FxZeroStrategy(DDPStrategy):
         self.model = module = self.precision_plugin.convert_module(module)
         set_up.shard(self.plugin, module, self.root_device)
         for part in set_up.called_by_steps(module):
-            if id(part) not in self._compiled:
-                self._compiled.add(id(part))
+            if part not in self._compiled:
+                self._compiled.add(part)
                 self.plugin.compile_forward(part)
         rank_zero_info(self.plugin.sentence(module))
         if fits:
@@ -180,13 +181,6 @@ class FxZeroStrategy(DDPStrategy):
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Gather a tensor of each rank; one that ranks have in parts is whole on each first."""
         return super().all_gather(set_up.whole(tensor), group, sync_grads)
-
-    def on_train_start(self) -> None:
-        """Let random numbers go on from a checkpoint, after what setting up has drawn."""
-        super().on_train_start()
-        if self._random_state is not None:
-            whole_file.restore_random_state(self._random_state)
-            self._random_state = None
 
     def teardown(self) -> None:
         """Let go. The model stays sharded, where it is: it may be validated next."""
@@ -257,7 +251,8 @@ class FxZeroStrategy(DDPStrategy):
         self._is_restored = self.broadcast(Path(path).is_dir())
         if not self._is_restored:
             checkpoint = whole_file.read(path, self.checkpoint_io, weights_only)
-            self._random_state = whole_file.random_state(checkpoint, self.world_size, fits)
+            if fits:
+                whole_file.restore_random_state(checkpoint, self.world_size)
             return checkpoint
         if not self.lightning_module.strict_loading:
             raise CheckpointError(

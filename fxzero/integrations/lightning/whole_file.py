@@ -56,15 +56,11 @@ def add_random_state(checkpoint: dict[str, Any]) -> None:
     checkpoint[_OURS] = {"rng": states}
 
 
-def random_state(checkpoint: Mapping[str, Any], world_size: int, fits: bool) -> str | None:
-    """This rank's generators, if training goes on from a checkpoint of as many ranks."""
+def restore_random_state(checkpoint: Mapping[str, Any], world_size: int) -> None:
+    """Let this rank's generators go on from a checkpoint, if as many ranks have written it."""
     states = checkpoint.get(_OURS, {}).get("rng", ())
-    return states[dist.get_rank()] if fits and len(states) == world_size else None
-
-
-def restore_random_state(state: str) -> None:
-    """Let this rank's generators go on from there."""
-    RandomState().load_state_dict(decode(json.loads(state)))
+    if len(states) == world_size:
+        RandomState().load_state_dict(decode(json.loads(states[dist.get_rank()])))
 
 
 def read(path: str, checkpoint_io: Any, weights_only: bool | None) -> dict[str, Any]:
