@@ -66,6 +66,5 @@ def under_fabric() -> str:
         return "nothing was said"
 
 
-@pytest.mark.xfail(reason="see the report", strict=False)
 def test_fabric_does_not_wrap_a_sharded_model(ranks: Pools) -> None:
     assert all("DistributedDataParallel" in said for said in ranks(2).run(under_fabric))

@@ -205,13 +205,13 @@ class FxZeroStrategy(DDPStrategy):
         """The model's state: whole, on rank 0, for a file; this rank's parts, for a folder."""
         state: dict[str, Any] = self.lightning_module.state_dict()
         if not self.save_distributed_checkpoint:
-            return dict(whole_file.gathered(state))
+            return whole_file.gathered(state)
         self._given = dict(state)
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state, as the model's."""
-        state = getattr(optimizer, "optimizer", optimizer).state_dict()
+        state: dict[str, Any] = getattr(optimizer, "optimizer", optimizer).state_dict()
         return state if self.save_distributed_checkpoint else whole_file.gathered(state)
 
     def save_checkpoint(

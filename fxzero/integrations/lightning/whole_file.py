@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from fxzero._compat import dtensor_like
 from fxzero.checkpoint.random_state import RandomState
 from fxzero.checkpoint.values import decode, encode
 from fxzero.runtime.delayed import use_gradients
 from fxzero.sharding.shard_state import rows_here
+from fxzero.sharding.whole_value import replaced
 
 _OURS = "fxzero"
 """The key of what Lightning does not write."""
@@ -35,10 +35,15 @@ _LARGE = ("state_dict", "optimizer_states")
 """What is copied from the file where it is loaded, and not before."""
 
 
-def gathered(state: Any) -> Any:
+def gathered(state: dict[str, Any]) -> dict[str, Any]:
     """A state dict without shards: on rank 0 whole, in the host's memory; on the others on meta,
-    so that hooks find the names and shapes that they look for. A collective."""
-    return tree_map_only(DTensor, _gather, state)
+    so that hooks find the names and shapes that they look for. A collective.
+
+    The dict itself is changed, which keeps what modules note on theirs; what is in it is not.
+    """
+    for name, value in state.items():
+        state[name] = replaced(value, DTensor, _gather)
+    return state
 
 
 def _gather(tensor: DTensor) -> Tensor:
@@ -74,7 +79,7 @@ def read(path: str, checkpoint_io: Any, weights_only: bool | None) -> dict[str, 
         return dict(checkpoint_io.load_checkpoint(path, weights_only=weights_only))
     rest = {key: value for key, value in found.items() if key not in _LARGE}
     # The file may be overwritten while somebody holds a tensor of it.
-    return {**found, **tree_map_only(Tensor, Tensor.clone, rest)}
+    return {**found, **replaced(rest, Tensor, Tensor.clone)}
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
