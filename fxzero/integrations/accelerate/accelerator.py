@@ -50,6 +50,9 @@ class FxZeroAccelerator(Accelerator):
         ConfigError: another engine or another compiler is asked for beside it, or two precisions.
     """
 
+    _optimizers: list[Any]
+    _custom_objects: list[Any]
+
     def __init__(self, *args: Any, fxzero: FxZeroPlugin | None = None, **kwargs: Any) -> None:
         """See the class."""
         self.fxzero = fxzero if fxzero is not None else FxZeroPlugin()
@@ -110,7 +113,7 @@ class FxZeroAccelerator(Accelerator):
             yield
 
     @contextlib.contextmanager
-    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:  # type: ignore[override]
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
         """Reduce in a backward whose forward ran under `no_sync`: at ZeRO 2 and 3 it does anyway.
 
         Raises:

@@ -126,7 +126,8 @@ def trained(
         by_model[next(number for number in updated if number is not None)].append(inner)
         result.prepared.append(prepared)
     for number, model in enumerate(models):
-        result.pairs += [(model, optimizer) for optimizer in by_model[number] or [None]]
+        mine: list[Optimizer | None] = [*by_model[number]]
+        result.pairs += [(model, optimizer) for optimizer in mine or [None]]
     for number, item in enumerate(registered):
         if any(isinstance(value, DTensor) for value in _leaves(item.state_dict())):
             result.registered[f"registered_{number}"] = item
