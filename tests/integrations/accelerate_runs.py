@@ -19,8 +19,9 @@ import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -122,6 +123,7 @@ def make(loop: Loop) -> Accelerator:
     """The Accelerator of a loop."""
     settings: dict[str, Any] = {
         "cpu": True,
+        "dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True),
         "gradient_accumulation_steps": loop.accumulate,
         "project_config": ProjectConfiguration(
             project_dir=loop.folder or None,
@@ -169,11 +171,13 @@ def _run(loop: Loop, accelerator: Accelerator) -> Ran:
     micro_step, losses, norms = 0, list[float](), list[float]()
     if loop.resume:
         accelerator.load_state()
-        micro_step = _micro_steps(loop)
+        assert loop.save_at is not None
+        micro_step = loop.save_at
     while micro_step < loop.steps * loop.accumulate:
         first, start = divmod(micro_step, len(loader))
-        loader.set_epoch(first)
-        for words, labels in accelerator.skip_first_batches(loader, start) if start else loader:
+        source = accelerator.skip_first_batches(loader, start) if start else loader
+        source.set_epoch(first)
+        for words, labels in source:
             with accelerator.accumulate(model):
                 loss = model(input_ids=words, labels=labels)["loss"]
                 accelerator.backward(loss)
@@ -215,21 +219,9 @@ def _run(loop: Loop, accelerator: Accelerator) -> Ran:
     )
 
 
-def _micro_steps(loop: Loop) -> int:
-    assert loop.save_at is not None
-    return loop.save_at
-
-
 def _whole(value: Tensor) -> Tensor:
-    whole = value.full_tensor() if isinstance(value, fxzero_dtensor()) else value
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
     return whole.detach().clone()
-
-
-def fxzero_dtensor() -> type:
-    """What a shard is."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor
 
 
 def reduces(loop: Loop) -> list[bool]:

@@ -16,13 +16,11 @@ from tests.parity.harness import Pools
 
 
 def _close(found: Ran, wanted: Ran, bitwise: bool = False) -> None:
-    skip = len(wanted.losses) - len(found.losses)
     rtol = atol = 0.0 if bitwise else 1e-5
     for name in ("losses", "norms"):
         ours, theirs = getattr(found, name), getattr(wanted, name)
         theirs = theirs[len(theirs) - len(ours) :]
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
-    assert skip >= 0
     torch.testing.assert_close(found.predictions, wanted.predictions, rtol=rtol, atol=atol)
     for name in ("weights", "moments", "average"):
         ours, theirs = getattr(found, name), getattr(wanted, name)
@@ -66,18 +64,14 @@ def test_losses_norms_predictions_weights_and_moments_are_those_of_ddp(
     assert not found[1].weights  # whole on the main process alone
 
 
-@pytest.mark.parametrize(("zero", "save_at"), [(3, 11), (1, 16)])
+@pytest.mark.parametrize("zero", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_run_that_resumes_half_way_ends_bitwise_as_one_that_did_not_stop(
-    ranks: Pools, tmp_path: Path, zero: int, save_at: int
+    ranks: Pools, tmp_path: Path, zero: int
 ) -> None:
-    loop = Loop(zero=zero, steps=12, folder=str(tmp_path), save_at=save_at, average=zero == 3)
-    if zero == 1:
-        loop = replace(loop, save_at=save_at)  # between two steps, as full gradients are no state
+    loop = Loop(zero=zero, steps=12, folder=str(tmp_path), save_at=16, average=True)
     whole = ranks(2).run(run, loop)
     resumed = ranks(2).run(run, replace(loop, resume=True))
-    assert 0 < len(resumed[0].losses) < len(whole[0].losses)
-    if zero == 3 and save_at % 2:
-        return  # see the next test
+    assert len(resumed[0].losses) == 8
     _close(resumed[0], whole[0], bitwise=True)
 
 
