@@ -297,7 +297,8 @@ def _refuse_copy(self: nn.Module, *_: Any) -> Any:
     """A copy would share the original's keys, and with them its kept gradients."""
     raise ShardingError(
         f"a sharded {type(self).__name__} cannot be copied or pickled. Copy the model before "
-        "fxzero.shard, or save its state_dict()."
+        "fxzero.shard, or save its state_dict(). For an average of its weights, make "
+        "AveragedModel(model) before shard, and shard its .module alike."
     )
 
 
@@ -306,7 +307,8 @@ def _refuse_ddp(self: nn.Module) -> Any:
     raise ShardingError(
         f"a sharded {type(self).__name__} was given to DistributedDataParallel, which would take "
         "each rank's rows for replicas. fxzero.shard reduces the gradients already: drop the "
-        "wrapper; to replicate sharded models, pass shard() a mesh of two axes."
+        "wrapper; to replicate sharded models, pass shard() a mesh of two axes. Under accelerate, "
+        "whose prepare() wraps, use fxzero.integrations.accelerate.FxZeroAccelerator."
     )
 
 

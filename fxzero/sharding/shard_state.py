@@ -31,6 +31,8 @@ from fxzero.errors import ShardingError
 
 _CALLS = 6
 """How far up whoever asks for a tensor's memory is looked for."""
+_ACCELERATE_SAVES = ("save_accelerator_state", "save_custom_state")
+"""Functions of accelerate that write one rank's state for all."""
 _meshes: set[DeviceMesh] = set()
 """Meshes over which models were sharded."""
 
@@ -51,6 +53,7 @@ def _reduce(tensor: DTensor) -> tuple[Any, ...]:
     mesh = tensor.device_mesh
     if mesh not in _meshes or not any(isinstance(p, Shard) for p in tensor.placements):
         return plain
+    _refuse_accelerate(sys._getframe(1))
     place = tuple(mesh.get_coordinate() or ())
     function, arguments = plain
     return rebuild_shard, (place, tuple(mesh.mesh.shape), function, arguments)
@@ -96,6 +99,29 @@ def _check_place(place: tuple[int, ...], mesh_shape: tuple[int, ...]) -> None:
     )
 
 
+def _refuse_accelerate(frame: FrameType | None) -> None:
+    """See that accelerate does not write the shards of its main process as if they were all.
+
+    Raises:
+        ShardingError: its own save_state does, with the class whose save_state is right.
+    """
+    depth = 0
+    while frame is not None and depth < 2 * _CALLS:
+        if frame.f_code.co_name in _ACCELERATE_SAVES and _is_in(frame, "accelerate"):
+            raise ShardingError(
+                "accelerate's save_state writes what the main process has, and of a sharded model "
+                "and its optimizer that is one rank's part. Make the Accelerator by "
+                "fxzero.integrations.accelerate.FxZeroAccelerator, whose save_state has every "
+                "rank's, or call fxzero.checkpoint.save(fxzero.TrainState(model, optimizer), …)."
+            )
+        frame, depth = frame.f_back, depth + 1
+
+
+def _is_in(frame: FrameType, package: str) -> bool:
+    """Whether a frame runs code of a package."""
+    return package in frame.f_code.co_filename.replace("\\", "/").split("/")
+
+
 def refuse_bytes(func: Callable[..., Any], value: Any) -> None:
     """See that nobody writes the bytes of a shard to a file that does not say whose they are.
 
@@ -109,7 +135,7 @@ def refuse_bytes(func: Callable[..., Any], value: Any) -> None:
     frame: FrameType | None = sys._getframe(1)
     depth = 0
     while frame is not None and depth < _CALLS:
-        if "safetensors" in frame.f_code.co_filename.replace("\\", "/").split("/"):
+        if _is_in(frame, "safetensors"):
             raise ShardingError(
                 f"safetensors asks for the memory of a tensor of shape {list(value.shape)}, of "
                 "which this rank has a part: a file of it would not say which. Write the whole "
