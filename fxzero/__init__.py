@@ -4,6 +4,7 @@ model = fxzero.shard(model, zero=3)
 model = torch.compile(model, backend="fxzero")
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from fxzero import _checkout, checkpoint
@@ -34,6 +35,20 @@ from fxzero.sharding.params import Traffic
 from fxzero.sharding.precision import Precision
 from fxzero.sharding.shard import no_sync, report, shard
 from fxzero.step import StepOutput, TrainStep, compile_step
+
+if _TYPE_CHECKING:
+    from fxzero.integrations.deepspeed import from_deepspeed
+
+_INTEGRATIONS = {"from_deepspeed": "fxzero.integrations.deepspeed"}
+"""Names that are imported when somebody asks for them, and from where."""
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _INTEGRATIONS:
+        raise AttributeError(f"module 'fxzero' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_INTEGRATIONS[name]), name)
 
 
 def _find_holders(
@@ -79,6 +94,7 @@ __all__ = [
     "VerificationError",
     "checkpoint",
     "compile_step",
+    "from_deepspeed",
     "init_distributed",
     "no_sync",
     "report",
