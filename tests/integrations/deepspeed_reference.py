@@ -55,7 +55,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
         "losses": [[rounded(x) for x in each.tolist()] for each in everyone],
         "learning_rates": [rounded(float(x)) for x in rates],
         "grad_norms": [None if x is None else rounded(x) for x in norms],
-        "parameters": {name: values for name, values in full_parameters(engine)},
+        "parameters": dict(full_parameters(engine)),
     }
 
 

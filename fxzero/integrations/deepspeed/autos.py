@@ -185,6 +185,12 @@ def _section_of(config: dict[str, Any], path: str) -> tuple[dict[str, Any] | Non
     return (section if isinstance(section, dict) else None), name
 
 
+def value_at(config: dict[str, Any], path: str) -> Any:
+    """What a configuration has at a path; None for nothing."""
+    section, name = _section_of(config, path)
+    return None if section is None else section.get(name)
+
+
 def _same(one: Any, other: Any) -> bool:
     if one is None:
         return True

@@ -17,6 +17,7 @@ from fxzero.integrations.deepspeed.autos import (
     hidden_size_of,
     of_arguments,
     resolve,
+    value_at,
 )
 from fxzero.integrations.deepspeed.batches import map_batches
 from fxzero.integrations.deepspeed.lines import Found, Line, Verdict, raise_refused
@@ -118,7 +119,7 @@ def examine(
     for path, reason in problems.items():
         found.lines.pop(path, None)
         found.values.pop(path, None)
-        found.refuse(path, reason)
+        found.say(path, value_at(keys, path), Verdict.REFUSED, reason)
     for path, value in left.items():
         found.say(path, value, Verdict.NEEDLESS, "left out by leave_out")
     result = _map(found, ranks, version, source)

@@ -12,7 +12,8 @@ FEW = 12
 def near(word: str, known: Iterable[str]) -> str:
     """``did you mean 'stage'?``; where nothing is near what there is, or where that is listed."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=2, cutoff=0.5)
+    same = [name for name in names if name.lower() == word.lower()]
+    close = same or difflib.get_close_matches(word, names, n=2, cutoff=0.5)
     if close:
         return f"did you mean {' or '.join(map(repr, close))}?"
     if len(names) <= FEW:

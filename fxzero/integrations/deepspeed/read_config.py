@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping
 from os import PathLike
@@ -64,7 +63,14 @@ def _own(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key in source:
         if not isinstance(key, str):
             raise ConfigError(f"{where} has the key {key!r}, which is no text")
-    return copy.deepcopy(dict(source))
+    return {key: _copied(value) for key, value in source.items()}
+
+
+def _copied(value: Any) -> Any:
+    """The same, no part of which is a part of anything else, whatever was there twice."""
+    if isinstance(value, Mapping):
+        return {key: _copied(part) for key, part in value.items()}
+    return [_copied(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def without(config: dict[str, Any], path: str, where: str) -> Any:

@@ -40,6 +40,8 @@ def _section(
             _look_at_removed(here, value, removed, found, version)
         elif entry is None:
             hint = near(str(key), section.keys)
+            if path and key in TOP.keys:
+                hint = f"{key} stands at the top, beside {path.partition('.')[0]}."
             found.say(here, value, Verdict.REFUSED, f"DeepSpeed has no such key: {hint}")
         else:
             name = key if isinstance(entry, Feature) else entry.alias or key

@@ -225,8 +225,9 @@ def _on_disk(found: Found, state: str, params: str, element: int, options: dict[
     if folders:
         options["disk"] = {"paths": folders}
     both = "options memory=infinity: parameters and their state share buckets, on the host or disk"
-    found.mapped(f"{OPTIMIZER}.device", f"shard(offload=True), {both}")
-    found.mapped(f"{PARAM}.device", f"shard(offload=True), {both}")
+    for section, device in ((OPTIMIZER, state), (PARAM, params)):
+        if device != "none":
+            found.mapped(f"{section}.device", f"shard(offload=True), {both}")
     path = f"{PARAM}.max_in_cpu"
     if params != "nvme":
         found.needless(path, "its device is not nvme")
