@@ -81,6 +81,8 @@ def _schedule(kind: str, **params: Any) -> dict[str, Any]:
 
 
 CPU = {"device": "cpu"}
+SGD = _optimizer("SGD", lr=0.05)
+"""What a clip makes smaller steps: Adam makes steps of one size."""
 BF16 = {"bf16": {"enabled": True}}
 CASES: dict[str, dict[str, Any]] = {
     # stages, and where things live
@@ -108,9 +110,10 @@ CASES: dict[str, dict[str, Any]] = {
     # batches and clipping
     "one_micro_batch": _case(2, **_zero(1), gradient_accumulation_steps=1),
     "four_micro_batches": _case(1, **_zero(2), gradient_accumulation_steps=4),
-    "clipping_zero": _case(2, **_zero(2), gradient_clipping=0.0),
-    "clipping_default": _case(2, ("gradient_clipping",), **_zero(2)),
-    "clipping_default_zero0": _case(2, ("gradient_clipping",)),
+    "clipping_zero": _case(2, **_zero(2), **SGD, gradient_clipping=0.0),
+    "clipping_default": _case(2, ("gradient_clipping",), **_zero(2), **SGD),
+    "clipping_half": _case(2, **_zero(3), **SGD),
+    "clipping_default_zero0": _case(2, ("gradient_clipping",), **SGD),
     "prescale": _case(2, **_zero(0), prescale_gradients=True, gradient_predivide_factor=2.0),
     # optimizers
     "adam_is_adamw": _case(**_zero(1), **_optimizer("Adam", lr=0.02, weight_decay=0.3)),
