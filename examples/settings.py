@@ -7,7 +7,7 @@ not exist or a value of the wrong type is an error before anything is built.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, cast
 
@@ -188,6 +188,13 @@ class Settings:
     """Whether to go on from what `checkpoint.dir` has."""
     fxzero: dict[str, Any]
     """The compiler's settings, as `torch.compile(..., options=...)` takes them."""
+    deepspeed: str | None = None
+    """DeepSpeed's JSON, which then decides `zero`, `precision`, `optimizer` and parts of `trainer`
+    and of `fxzero`."""
+    deepspeed_version: str | None = None
+    """The version that it was written for, where its defaults differ."""
+    deepspeed_auto: dict[str, Any] = field(default_factory=dict)
+    """What "auto" in it stands for, by the names of TrainingArguments."""
 
     def __post_init__(self) -> None:
         """Refuse what would be ignored."""
@@ -201,6 +208,8 @@ class Settings:
                     "they are one setting. Drop one of them."
                 )
             self.fxzero = {**self.fxzero, "memory_budget": self.memory_budget}
+        if self.deepspeed is None and (self.deepspeed_version or self.deepspeed_auto):
+            raise SettingsError("deepspeed_version and deepspeed_auto go with deepspeed=FILE")
         for group in ("model", "optimizer"):
             if not isinstance(getattr(self, group).get("_target_"), str):
                 raise SettingsError(f"{group}._target_ must name what makes it: {group}=NAME")

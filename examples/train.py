@@ -6,6 +6,7 @@
         mesh=pipeline2 schedule=1f1b trainer.micro_batches=4
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train.py \
         checkpoint.dir=checkpoints checkpoint.every=50
+    torchrun --standalone --nproc-per-node 2 examples/train.py deepspeed=ds_config.json
     python examples/train.py data=text data.path=book.txt model=gpt_lite optimizer.lr=6e-4
 
 Two lines are fxzero's: `fxzero.shard`, and `fxzero.compile_step` or ``backend="fxzero"``.
@@ -36,13 +37,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where `examples` lies
 
 import fxzero
 from examples.checkpoints import BegunWith, folder_of_job, open_checkpoints
 from examples.data import Batches, file_text, split, stdlib_text
+from examples.deepspeed_json import by_deepspeed, decided
 from examples.failures import SettingsError
 from examples.logs import RunLog, StepNumbers, open_log
 from examples.meshes import check_ranks, make_mesh, reader, whole_state
@@ -68,6 +70,7 @@ def train(settings: Settings, output: Path) -> float:
     set_threads(trainer.threads)
     torch.manual_seed(trainer.seed)
 
+    deepspeed = by_deepspeed(settings)
     with torch.device("meta"):
         model = instantiate(settings.model)
     model = fxzero.shard(
@@ -76,12 +79,13 @@ def train(settings: Settings, output: Path) -> float:
         mesh=make_mesh(settings.mesh),
         param_dtype=settings.precision.param_dtype.value,
         reduce_dtype=settings.precision.reduce_dtype.value,
+        offload=deepspeed is not None and deepspeed.offload,
         **in_stages(model, settings),
     )
     torch.manual_seed(trainer.seed + rank())  # ranks start alike and drop out differently
 
     optimizer = make_optimizer(model, settings)
-    schedule = make_schedule(optimizer, trainer)
+    schedule = make_schedule(optimizer, settings)
     run_step = make_step(model, optimizer, schedule, settings)
     begun_with = BegunWith(settings)
     state = (
@@ -144,16 +148,17 @@ def in_stages(model: GPT, settings: Settings) -> dict[str, Any]:
 
 
 def make_step(
-    model: GPT, optimizer: Optimizer, schedule: LambdaLR, settings: Settings
+    model: GPT, optimizer: Optimizer, schedule: LRScheduler, settings: Settings
 ) -> Callable[[Tensor, Tensor], fxzero.StepOutput]:
     """One training step, as a function of tokens and targets."""
-    trainer = settings.trainer
+    trainer, deepspeed = settings.trainer, by_deepspeed(settings)
     if trainer.step is Step.compiled:
         return fxzero.compile_step(
             model,
             optimizer,
             micro_batches=trainer.micro_batches,
             clip_grad_norm=trainer.clip_grad_norm,
+            precision=None if deepspeed is None else deepspeed.precision,
             scheduler=schedule,
             options=settings.compiler(),
         )
@@ -161,7 +166,7 @@ def make_step(
 
 
 def ordinary_step(
-    model: GPT, optimizer: Optimizer, schedule: LambdaLR, settings: Settings
+    model: GPT, optimizer: Optimizer, schedule: LRScheduler, settings: Settings
 ) -> Callable[[Tensor, Tensor], fxzero.StepOutput]:
     """The loop that everybody writes, around a compiled model."""
     trainer = settings.trainer
@@ -214,15 +219,23 @@ def finish(
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> Optimizer:
-    """The optimizer that the settings name. Matrices decay; biases and norms do not."""
+    """The optimizer that the settings name: matrices decay, biases and norms do not. Or that of
+    DeepSpeed's JSON, under which all parameters are alike."""
+    deepspeed = by_deepspeed(settings)
+    if deepspeed is not None and deepspeed.make_optimizer is not None:
+        return deepspeed.make_optimizer(model.parameters())
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return instantiate(settings.optimizer, _partial_=True)(groups)
 
 
-def make_schedule(optimizer: Optimizer, trainer: TrainerSettings) -> LambdaLR:
-    """A learning rate that rises in a line, then falls as a cosine."""
+def make_schedule(optimizer: Optimizer, settings: Settings) -> LRScheduler:
+    """A learning rate that rises in a line, then falls as a cosine; or DeepSpeed's."""
+    trainer, deepspeed = settings.trainer, by_deepspeed(settings)
+    if deepspeed is not None:
+        made = deepspeed.make_scheduler
+        return LambdaLR(optimizer, lambda step: 1.0) if made is None else made(optimizer)
 
     def factor(step: int) -> float:
         if step < trainer.warmup_steps:
@@ -419,7 +432,7 @@ def job(settings: Settings, output: Path) -> float:
 def main(cfg: DictConfig) -> float:
     """What Hydra calls, on rank 0, for each job of the command line."""
     output = Path(HydraConfig.get().runtime.output_dir)
-    settings = Settings.of(cfg)
+    settings = decided(Settings.of(cfg), HydraConfig.get().overrides.task)
     settings.checkpoint = folder_of_job(settings.checkpoint)
     check(settings, world_size())
     return run_on_all_ranks(job, settings, output)

@@ -4,6 +4,7 @@ model = fxzero.shard(model, zero=3)
 model = torch.compile(model, backend="fxzero")
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from fxzero import _checkout, checkpoint
@@ -35,6 +36,20 @@ from fxzero.sharding.precision import Precision
 from fxzero.sharding.shard import no_sync, report, shard
 from fxzero.step import StepOutput, TrainStep, compile_step
 from fxzero.step.find_non_finite import find_non_finite
+
+if _TYPE_CHECKING:
+    from fxzero.integrations.deepspeed import from_deepspeed
+
+_INTEGRATIONS = {"from_deepspeed": "fxzero.integrations.deepspeed"}
+"""Names that are imported when somebody asks for them, and from where."""
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _INTEGRATIONS:
+        raise AttributeError(f"module 'fxzero' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_INTEGRATIONS[name]), name)
 
 
 def _find_holders(
@@ -81,6 +96,7 @@ __all__ = [
     "checkpoint",
     "compile_step",
     "find_non_finite",
+    "from_deepspeed",
     "init_distributed",
     "no_sync",
     "report",

@@ -35,6 +35,7 @@ _PUBLIC = [
     "checkpoint",
     "compile_step",
     "find_non_finite",
+    "from_deepspeed",
     "init_distributed",
     "no_sync",
     "report",
@@ -67,7 +68,8 @@ def test_imports_are_light() -> None:
     """Neither the command line nor an integration; nor Inductor, which takes seconds."""
     code = (
         "import sys, fxzero\n"
-        "heavy = ('typer', 'rich', 'hydra', 'omegaconf', 'tensorboard', 'torch._inductor.ir')\n"
+        "heavy = ('typer', 'rich', 'hydra', 'omegaconf', 'tensorboard', 'torch._inductor.ir', "
+        "'fxzero.integrations.deepspeed')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
     result = subprocess.run(

@@ -15,6 +15,7 @@ from fxzero.cli.doctor import doctor
 from fxzero.cli.estimate import estimate
 from fxzero.cli.explain import explain
 from fxzero.cli.export import export
+from fxzero.cli.import_deepspeed import import_deepspeed
 from fxzero.cli.inspect import inspect
 from fxzero.cli.options import options
 from fxzero.cli.report import report
@@ -48,6 +49,9 @@ def fxzero(
     context.obj = __version__
 
 
-for command in (bisect, diff, doctor, estimate, explain, export, inspect, options, report, trace):
+for command in (
+    *(bisect, diff, doctor, estimate, explain, export),
+    *(import_deepspeed, inspect, options, report, trace),
+):
     app.command()(command)
 app.add_typer(checkpoint, name="checkpoint")

@@ -95,6 +95,13 @@ COMMANDS: dict[str, tuple[Example, ...]] = {
             "The last line; before it there is a row for each graph that was run.",
         ),
     ),
+    "import-deepspeed": (
+        Example(
+            "fxzero import-deepspeed examples/ds_config.json --world-size 2",
+            "A line a key, then the settings. [DeepSpeed's JSON](../integrations/deepspeed.md) says "
+            "how to train by them.",
+        ),
+    ),
     "options": (
         Example(
             "fxzero options | head -n 24",

@@ -1,0 +1,106 @@
+"""In which dtypes DeepSpeed computes and reduces, and how it scales an fp16 loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxzero.integrations.deepspeed.lines import Found
+from fxzero.integrations.deepspeed.versions import CHECKS_BF16, Version
+from fxzero.sharding.precision import Precision
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SCALE = (
+    "loss_scale",
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
+)
+"""Fields of ``fp16``, which `Precision` has by the same names and with the same defaults."""
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """What `shard` and `compile_step` are told."""
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    precision: Precision
+    stop_unless_finite: bool
+    """Whether gradients that are not finite must change nothing, without a loss scale."""
+
+    @property
+    def element_bytes(self) -> int:
+        """What an element takes where it is gathered; parameters are fp32, as a rule."""
+        return (self.param_dtype or torch.float32).itemsize
+
+
+def map_precision(found: Found, version: Version | None) -> Dtypes:
+    """Map ``fp16``, ``bf16``, ``communication_data_type`` and ``data_types``."""
+    fp16, bf16 = found.get("fp16.enabled", False), found.get("bf16.enabled", False)
+    if fp16 and bf16:
+        found.refuse("fp16.enabled", "bf16.enabled is true too. Leave one.")
+    param = torch.float16 if fp16 else torch.bfloat16 if bf16 else None
+    for name in ("fp16", "bf16"):
+        on = found.get(f"{name}.enabled", False)
+        found.mapped(
+            f"{name}.enabled",
+            f"shard(param_dtype={DTYPES[name]}), fp32 masters" if on else "not computed in it",
+        )
+    communicated = found.get("communication_data_type")
+    reduce = DTYPES[communicated] if communicated else None
+    found.mapped("communication_data_type", f"shard(reduce_dtype={reduce})")
+    _check_param_dtype(found, param)
+    scale = _loss_scale(found, fp16)
+    stops = _stops(found, bf16, version)
+    if stops and "bf16.check_grad_overflow" not in found.values:
+        found.mapped(
+            "bf16.enabled",
+            "shard(param_dtype=torch.bfloat16), fp32 masters; options "
+            "stop_unless_finite=true, as check_grad_overflow is on by default",
+        )
+    # DeepSpeed hands a loss function what the model computes, in the dtype that it computes in.
+    precision = Precision(param_dtype=param, reduce_dtype=reduce, fp32_loss=param is None, **scale)
+    return Dtypes(param, reduce, precision, stops)
+
+
+def _check_param_dtype(found: Found, param: torch.dtype | None) -> None:
+    said = found.get("data_types.param_dtype")
+    if said is not None and DTYPES[said] != (param or torch.float32):
+        found.refuse(
+            "data_types.param_dtype",
+            f"fp16 and bf16 say {param or torch.float32}. Let them say the same.",
+        )
+
+
+def _loss_scale(found: Found, fp16: bool) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name in SCALE:
+        path = f"fp16.{name}"
+        if not fp16:
+            found.needless(path, "fp16.enabled is false")
+        elif found.has(path):
+            value = found.get(path)
+            fields[name] = float(value) if name in ("loss_scale", "min_loss_scale") else value
+            found.mapped(path, f"Precision({name}={fields[name]})")
+    return fields
+
+
+def _stops(found: Found, bf16: bool, version: Version | None) -> bool:
+    path = "bf16.check_grad_overflow"
+    if not bf16:
+        found.needless(path, "bf16.enabled is false")
+        return False
+    checks = found.get(path, version is None or version >= CHECKS_BF16)
+    found.mapped(
+        path,
+        "options stop_unless_finite=true: compile_step stops and names the parameters, where "
+        "DeepSpeed skips the step; engine() skips it too"
+        if checks
+        else "gradients are not looked at",
+    )
+    return bool(checks)

@@ -1,0 +1,206 @@
+"""What a configuration is mapped to trains, by both doors, and both say the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxzero
+from examples.deepspeed_json import DECIDED
+from examples.deepspeed_json import _refuse_both as refuse_both
+from fxzero.errors import ConfigError
+from fxzero.integrations.deepspeed import DeepSpeedSchedule
+from tests.integrations.deepspeed_cases import BASE, Net, batch, loss_fn
+
+EAGER = {"lower_regions": {"backend": "eager"}, "strict": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "no overlap": {"zero_optimization": {"stage": 2, "overlap_comm": False}},
+    "no prefetch": {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0}},
+    "no reuse": {"zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 0}},
+    "few live": {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 10}},
+    "old form": {"zero_optimization": True, "allgather_size": 100},
+    "parameters alone": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+    "a part": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.4}}
+    },
+    "saved values": {"activation_checkpointing": {"cpu_checkpointing": True}},
+    "bf16 reduced": {"communication_data_type": "bf16", "zero_optimization": {"stage": 2}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    "NAdam": {"optimizer": {"type": "NAdam", "params": {"lr": 0.01}}},
+    "StepLR": {"scheduler": {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}},
+}
+WHOLE_STEPS = ("a part", "saved values", "on disk")
+
+
+def read(keys: dict[str, Any]) -> Any:
+    """A configuration of one rank."""
+    return fxzero.from_deepspeed({**BASE, **keys}, world_size=1)
+
+
+def by_step(keys: dict[str, Any], steps: int = 2, **options: Any) -> list[float]:
+    """Losses of whole steps, and that of another batch behind them."""
+    torch.compiler.reset()
+    net = Net()
+    step = read(keys).compile_step(net, loss_fn=loss_fn, options={**EAGER, **options})
+    return [step(*batch(number, 0, 1)).loss.item() for number in range(steps)]
+
+
+def by_engine(keys: dict[str, Any], steps: int = 2, options: Any = EAGER) -> list[float]:
+    """The same by DeepSpeed's three calls."""
+    torch.compiler.reset()
+    made, net = read(keys), Net()
+    engine = made.engine(net, options=options)
+    losses = []
+    for number in range(steps):
+        parts = []
+        inputs, targets = batch(number, 0, 1)
+        for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True):
+            loss = loss_fn(engine(x), y)
+            engine.backward(loss)
+            engine.step()
+            parts.append(loss.detach())
+        losses.append(torch.stack(parts).mean().item())
+    assert engine.global_steps == steps
+    return losses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_doors(kind: str) -> None:
+    """Two steps; the second loss shows the first update."""
+    keys = KINDS[kind]
+    losses = by_step(keys)
+    assert abs(losses[1] - by_step({**keys, "optimizer": SLOW})[1]) > 1e-3, "nothing was updated"
+    if kind in WHOLE_STEPS:
+        with pytest.raises(ConfigError, match="use compile_step"):
+            by_engine(keys)
+        return
+    close = 2e-3 if "fp16" in keys else 1e-5
+    assert by_engine(keys) == pytest.approx(losses, rel=close)
+
+
+SLOW = {"type": "AdamW", "params": {"lr": 0.0}}
+
+
+def test_on_disk(tmp_path: Path) -> None:
+    """What is on NVMe there is on disk here, and says the same as in memory."""
+    device = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"stage": 3, "offload_optimizer": device, "offload_param": {**device, "max_in_cpu": 0}}
+    keys = {"zero_optimization": zero, "aio": {"block_size": 5000, "queue_depth": 2}}
+    made = read(keys)
+    assert made.options["disk"] == {"paths": [str(tmp_path)], "depth": 2, "chunk_bytes": 8192}
+    assert made.options["host_budget"] == "least"
+    assert by_step(keys) == pytest.approx(by_step({}), rel=1e-5)
+    with pytest.raises(ConfigError, match="on disk"):
+        by_engine(keys)
+
+
+def test_default_settings() -> None:
+    """Compiled by Inductor, as it comes."""
+    zero = {"zero_optimization": {"stage": 2}}
+    assert by_engine(zero, options=None) == pytest.approx(by_step({}), rel=1e-5)
+
+
+def test_fp16_skips_what_overflows() -> None:
+    """The scale falls, nothing else changes, and the schedule waits."""
+    keys = {
+        "fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}},
+    }
+    torch.compiler.reset()
+    net = Net()
+    before = [p.detach().clone() for p in net.parameters()]
+    engine = read({**keys, "gradient_accumulation_steps": 1}).engine(net, options=EAGER)
+    assert engine.loss_scale is not None
+    scale = engine.loss_scale.value
+    inputs, targets = batch(0, 0, 1)
+    engine.backward(loss_fn(engine(inputs), targets))
+    engine.step()
+    assert (engine.skipped_steps, engine.loss_scale.value) == (1, scale / 2)
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    assert engine.lr_scheduler is not None
+    assert engine.lr_scheduler.last_epoch == 0
+
+
+def test_bf16_skips_what_is_not_finite() -> None:
+    """check_grad_overflow: the engine skips, a whole step stops and says where."""
+    keys = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 1}
+    inputs, targets = batch(0, 0, 1)
+    inputs[0, 0] = float("inf")
+    torch.compiler.reset()
+    engine = read(keys).engine(Net(), options=EAGER)
+    engine.backward(loss_fn(engine(inputs), targets))
+    engine.step()
+    assert engine.skipped_steps == 1
+    torch.compiler.reset()
+    step = read(keys).compile_step(Net(), loss_fn=loss_fn, options=EAGER)
+    with pytest.raises(fxzero.NonFiniteGradientError):
+        step(inputs, targets)
+
+
+def test_what_contradicts_the_file() -> None:
+    """An optimizer beside the file's, a model that is sharded otherwise, no optimizer at all."""
+    made, net = read({}), Net()
+    with pytest.raises(ConfigError, match=r"leave_out=\['optimizer'\]"):
+        made.compile_step(net, torch.optim.SGD(net.parameters()), loss_fn)
+    with pytest.raises(ConfigError, match="zero=3"):
+        made.compile_step(fxzero.shard(Net(), zero=3), loss_fn=loss_fn)
+    without = fxzero.from_deepspeed(BASE, world_size=1, leave_out=["optimizer"])
+    with pytest.raises(ConfigError, match="has no optimizer"):
+        without.engine(Net())
+    net = Net()
+    fxzero.shard(net)
+    engine = without.engine(net, torch.optim.SGD(net.parameters(), lr=0.1), options=EAGER)
+    assert engine.get_lr() == [0.1]
+
+
+def test_a_schedule_goes_on_from_its_state() -> None:
+    """A checkpoint holds where it is; the rule comes from the file."""
+    keys = {
+        "scheduler": {
+            "type": "OneCycle",
+            "params": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 3},
+        }
+    }
+    make = read(keys).make_scheduler
+    optimizers = [torch.optim.AdamW([nn.Parameter(torch.zeros(1))]) for _ in range(2)]
+    one, other = (make(optimizer) for optimizer in optimizers)
+    assert isinstance(one, DeepSpeedSchedule)
+    for _ in range(2):
+        optimizers[0].step()
+        one.step()
+    assert "rule" not in one.state_dict()
+    other.load_state_dict(one.state_dict())
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    for scheduler, optimizer in zip((one, other), optimizers, strict=True):
+        optimizer.step()
+        scheduler.step()
+    assert one.get_last_lr() == other.get_last_lr()
+    assert optimizers[0].param_groups[0]["betas"] == optimizers[1].param_groups[0]["betas"]
+
+
+def test_a_plugin_says_the_same() -> None:
+    """For Trainer, Accelerate and Lightning."""
+    made = read({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
+    plugin = made.plugin()
+    assert (plugin.zero, plugin.offload) == (2, True)
+    assert "memory" not in (plugin.options or {})
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_the_example_refuses_what_the_file_decides(name: str) -> None:
+    """On its command line."""
+    from examples.failures import SettingsError
+
+    class Said:
+        deepspeed = "ds.json"
+
+        class mesh:  # noqa: N801
+            pipeline = 1
+
+    with pytest.raises(SettingsError, match="decides that"):
+        refuse_both(Said, read({}), [f"{name}=1"])  # type: ignore[arg-type]
+    refuse_both(Said, read({}), ["trainer.steps=3", "fxzero.strict=true"])  # type: ignore[arg-type]
