@@ -1,11 +1,13 @@
 """One Hydra application, any number of processes.
 
 Rank 0 alone runs Hydra: it reads the command line, makes the output folder and sends
-each job to the other ranks. So every rank trains with one and the same configuration,
-a run has one folder, and the jobs of a sweep start in step:
+the job to the other ranks. So every rank trains with one and the same configuration,
+and a run has one folder:
 
-    rank 0    Hydra ── send ── job 0 ── Hydra ── send ── job 1 ── Hydra ── send Leave
-    rank 1    receive ──────── job 0 ── receive ──────── job 1 ── receive: leave
+    rank 0    Hydra ── send ── job ── Hydra ── send Leave
+    rank 1    receive ──────── job ── receive: leave
+
+The jobs of a sweep have ranks of their own each: `examples/sweeps.py`.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def set_threads(threads: int | None) -> None:
 
 
 class Leave:
-    """What rank 0 sends after the last job."""
+    """What rank 0 sends after the job, or in its place."""
 
 
 class JobFailed(SystemExit):
@@ -73,11 +75,11 @@ class JobFailed(SystemExit):
 
 
 class Stopped(SystemExit):
-    """All ranks were told to stop, and have saved what they had: no further job begins."""
+    """All ranks were told to stop, and have saved what they had."""
 
 
 def launch(app: Callable[[], Any], job: Callable[..., Any]) -> None:
-    """Run a Hydra application on rank 0, and on the others each job that it sends."""
+    """Run a Hydra application on rank 0, and on the others the job that it sends."""
     fxzero.init_distributed()
     code = lead(app) if rank() == 0 else follow(job)
     if dist.is_initialized():
@@ -131,8 +133,7 @@ def run_on_all_ranks(job: Callable[..., T], *args: Any) -> T:
     try:
         return job(*args)
     except Exception as error:
-        # Hydra would go on to a sweep's next job while the other ranks still wait in a
-        # collective of this one. Leave instead: torchrun then ends them too.
+        # The other ranks still wait in a collective. Leave: torchrun then ends them too.
         report(error)
         raise JobFailed(exit_code(error)) from None
 
