@@ -13,6 +13,7 @@ settings.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="rows of a step, over all ranks")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="to compute in")
+    parser.add_argument("--options", default={}, type=json.loads, help="the compiler's, as JSON")
     parser.add_argument("--tiny", action="store_true", help="a model for two CPU cores")
     parser.add_argument("--output", type=Path, default=Path("outputs/gpt_lite"))
     return parser.parse_args()
@@ -100,7 +102,6 @@ def main() -> None:
     check_ranks(mesh, world_size())
     torch.manual_seed(0)
     if args.ddp:
-        # Values as fxzero draws them: module by module, from the same seed.
         model: nn.Module = DistributedDataParallel(build(args.tiny))
     else:
         model = sharded(args, mesh)
@@ -109,7 +110,11 @@ def main() -> None:
         ddp_step(model, optimizer, args.micro_batches)
         if args.ddp
         else fxzero.compile_step(
-            model, optimizer, micro_batches=args.micro_batches, clip_grad_norm=1.0
+            model,
+            optimizer,
+            micro_batches=args.micro_batches,
+            clip_grad_norm=1.0,
+            options=args.options,
         )
     )
     length = TINY["block_size"] if args.tiny else 2048

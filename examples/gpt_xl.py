@@ -16,6 +16,7 @@ is held elsewhere, and `--memory-budget` how much of the device a step may take:
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=4, help="rows of a step, over all ranks")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="to compute in")
+    parser.add_argument("--options", default={}, type=json.loads, help="the compiler's, as JSON")
     parser.add_argument("--tiny", action="store_true", help="a model for two CPU cores")
     parser.add_argument("--output", type=Path, default=Path("outputs/gpt_xl"))
     args = parser.parse_args()
@@ -63,6 +65,7 @@ def main() -> None:
     options: dict[str, Any] = {"memory": args.memory, "memory_budget": args.memory_budget}
     if args.disk:
         options["disk"] = {"paths": [args.disk]}
+    options |= args.options
     step = fxzero.compile_step(model, optimizer, clip_grad_norm=1.0, options=options)
 
     batches = Batches(stdlib_text(4_000_000), length, args.batch, 0, rank(), world_size())

@@ -13,6 +13,7 @@ all ranks.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--ddp", action="store_true", help="DistributedDataParallel, no fxzero")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=128, help="rows of a step, over all ranks")
+    parser.add_argument("--options", default={}, type=json.loads, help="the compiler's, as JSON")
     parser.add_argument("--tiny", action="store_true", help="one block in each group, 4 channels")
     parser.add_argument("--output", type=Path, default=Path("outputs/resnet_cifar"))
     args = parser.parse_args()
@@ -116,7 +118,7 @@ def main() -> None:
         DistributedDataParallel(model) if args.ddp else fxzero.shard(model, args.zero)
     )
     if not args.ddp:
-        compiled = torch.compile(model, backend="fxzero")
+        compiled = torch.compile(model, backend="fxzero", options=args.options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     classes = torch.randn(CLASSES, 3, 1, 1, generator=torch.Generator().manual_seed(0))
     with open_log(args.output, args.steps, {**vars(args), "output": str(args.output)}) as log:

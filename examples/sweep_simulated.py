@@ -16,10 +16,12 @@ import shlex
 import sys
 from dataclasses import dataclass
 from enum import Enum
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
@@ -99,9 +101,22 @@ class Simulation:
                 *("--cluster", self.cluster_name, "--zero", str(self.zero), *words),
                 *("--micro-batches", str(self.micro_batches)),
                 *("--clip-grad-norm", str(self.clip_grad_norm or 0)),
-                *("--options", json.dumps(self.fxzero)),
+                *("--options", json.dumps(_changed(self.fxzero, _DEFAULTS))),
             ]
         )
+
+
+_DEFAULTS = yaml.safe_load(files("fxzero.conf").joinpath("fxzero/default.yaml").read_text())
+
+
+def _changed(settings: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The settings that are not their defaults."""
+    found = {
+        name: _changed(value, defaults[name]) if isinstance(value, dict) else value
+        for name, value in settings.items()
+        if value != defaults.get(name)
+    }
+    return {name: value for name, value in found.items() if value != {}}
 
 
 def simulated(cfg: DictConfig) -> Result:

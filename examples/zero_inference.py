@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where `examples` lies
 
 import fxzero
-from examples.benchmarks.measure import allocated_peak_bytes, timed_s
+from examples.benchmarks.measure import peak_meter, release_free_memory, timed_s
 from examples.meter import mebibytes
 from examples.ranks import rank, set_threads, world_size
 
@@ -95,14 +95,15 @@ def rows_here(value: Tensor) -> tuple[Tensor, int, int]:
     return local, first, first + len(local)
 
 
-def device_peak_bytes(call: Callable[[], object]) -> int:
-    """The most that a call's tensors take of the device at once, beside what was there before."""
-    if not torch.cuda.is_available():
-        return allocated_peak_bytes(call)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+def peak_beside(call: Callable[[], object], device: str) -> int:
+    """The most that a call takes at once beside what was there: of tensors on CUDA, else of the
+    process."""
+    memory = peak_meter(device)
+    release_free_memory()
+    memory.reset()
+    before = memory.now_bytes()
     call()
-    return torch.cuda.max_memory_allocated() - before
+    return memory.peak_bytes() - before
 
 
 def prompts_of(batch: int, length: int, vocab_size: int) -> Tensor:
@@ -139,7 +140,8 @@ def main() -> None:
             pad_token_id=0,
         )
 
-    beside = device_peak_bytes(lambda: generate(2))  # the prompts, and one token by the cache
+    generate(2)  # what is made once: connections, threads
+    beside = peak_beside(lambda: generate(args.new_tokens), device)
     tokens, seconds = timed_s(device, lambda: generate(args.new_tokens))
 
     made, besides = [tokens.tolist()], [beside]
@@ -157,7 +159,7 @@ def main() -> None:
     if rank() == 0:
         print(
             f"the model has {mebibytes(whole)}; a rank keeps {mebibytes(here)} of it on the host, "
-            f"and generates in {mebibytes(max(besides))} of the device, gathered weights and cache "
+            f"and takes {mebibytes(max(besides))} to generate, gathered weights and cache "
             f"together; {figures['new_tokens_per_s']:.1f} new tokens/s over {world_size()} ranks"
         )
         if args.output is not None:
