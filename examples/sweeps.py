@@ -108,7 +108,7 @@ def launch_job(num_ranks: int, more: Iterable[str] = ()) -> Result:
         *("--nproc-per-node", str(num_ranks), str(TRAIN), *overrides, *more, *own),
     ]
     # The folder is there, and so is what `.hydra` of it says.
-    here = [f"hydra.run.dir={_quoted(str(folder))}", "hydra.output_subdir=null"]
+    here = [f"hydra.run.dir={quoted(str(folder))}", "hydra.output_subdir=null"]
     if not in_sweep():
         code = subprocess.run([*command, *here], check=False).returncode
         reason = f"torchrun ended with {code}; what it said stands above" if code else ""
@@ -153,7 +153,7 @@ def _last_words(output: Path, code: int) -> str:
     return f"torchrun ended with {code}: {last} (see {output.name})"
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """A value for Hydra's grammar, whatever is in it."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    escaped = text.replace("'", "\\'")
     return f"'{escaped}'"

@@ -54,7 +54,7 @@ from examples.ranks import (
     world_size,
 )
 from examples.settings import DataSettings, Settings, Step, TrainerSettings
-from examples.sweeps import Result, in_sweep, launch_job, recorded, under_torchrun
+from examples.sweeps import Result, in_sweep, launch_job, quoted, recorded, under_torchrun
 
 T = TypeVar("T")
 
@@ -365,7 +365,7 @@ def job_of_sweep(cfg: DictConfig) -> Result:
     """Have ranks of its own train one job."""
     settings = prepared(cfg)
     folder = settings.checkpoint.dir
-    return launch_job(settings.ranks or 1, [f"checkpoint.dir={folder}"] if folder else [])
+    return launch_job(settings.ranks or 1, [f"checkpoint.dir={quoted(folder)}"] if folder else [])
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")

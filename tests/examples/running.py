@@ -15,9 +15,18 @@ EAGER = ("--options", json.dumps({"lower_regions": {"backend": "eager"}}))
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def run(*words: str | Path, folder: Path) -> str:
-    """What `python words…` prints; it must end well."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+def run(*words: str | Path, folder: Path, **more: str) -> str:
+    """What `python words…` prints; it must end well.
+
+    Args:
+        more: of the environment.
+    """
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+    } | more
     done = subprocess.run(
         [sys.executable, *map(str, words)],
         cwd=folder,
@@ -30,9 +39,9 @@ def run(*words: str | Path, folder: Path) -> str:
     return done.stdout
 
 
-def on_two_ranks(script: str, *words: str | Path, folder: Path) -> str:
+def on_two_ranks(script: str, *words: str | Path, folder: Path, **more: str) -> str:
     """The same under torchrun."""
-    return run(*TORCHRUN, ROOT / "examples" / script, *words, folder=folder)
+    return run(*TORCHRUN, ROOT / "examples" / script, *words, folder=folder, **more)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -11,8 +11,8 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from examples.sweep_results import gathered, plot, rows_of, varied, write
-from examples.sweeps import Result, _last_words, _quoted
-from tests.examples.running import ROOT, run
+from examples.sweeps import Result, _last_words, quoted
+from tests.examples.running import ROOT, TORCHRUN, run
 
 SMALL = (
     *("model=gpt_tiny", "model.num_layers=1", "model.hidden=16", "data.max_bytes=100000"),
@@ -89,8 +89,11 @@ def test_a_failed_rank_speaks_last(tmp_path: Path) -> None:
 def test_folders_are_quoted_for_hydra(name: str) -> None:
     """Whatever a sweep's folders are called."""
     with initialize_config_module("examples.conf", version_base="1.3"):
-        cfg = compose("train", [f"hydra.run.dir={_quoted(name)}"], return_hydra_config=True)
+        folders = ("hydra.run.dir", "checkpoint.dir=before", "checkpoint.dir")
+        told = [f if "=" in f else f"{f}={quoted(name)}" for f in folders]
+        cfg = compose("train", told, return_hydra_config=True)
     assert cfg.hydra.run.dir == name
+    assert cfg.checkpoint.dir == name
 
 
 @pytest.mark.slow
@@ -119,6 +122,16 @@ def test_jobs_of_ranks_of_their_own(tmp_path: Path) -> None:
         assert "5 rows cannot be shared evenly by 2 ranks" in refused.reason
     printed = run(ROOT / "examples" / "sweep_results.py", tmp_path, folder=tmp_path)
     assert "job 2: trainer.batch_size=5 rows cannot" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_ranks_that_are_there_already(tmp_path: Path) -> None:
+    """They are not those of a sweep's jobs: a sentence says what to type."""
+    script = ROOT / "examples" / "train.py"
+    words = ("-m", *SMALL, f"hydra.sweep.dir={tmp_path}", "zero=1,3")
+    with pytest.raises(AssertionError, match=r"python examples/train.py -m ranks=2 … instead"):
+        run(*TORCHRUN, script, *words, folder=tmp_path)
 
 
 @pytest.mark.slow
