@@ -13,7 +13,7 @@ from typing import Any
 
 import fxzero
 from examples.failures import SettingsError
-from examples.ranks import world_size
+from examples.ranks import ranks_to_train
 from examples.settings import Dtype, PrecisionSettings, Settings
 from fxzero.integrations.deepspeed import FromDeepSpeed
 from fxzero.integrations.deepspeed.result import merged
@@ -32,7 +32,7 @@ DECIDED = (
 
 
 def by_deepspeed(settings: Settings) -> FromDeepSpeed | None:
-    """What the file says; None where there is none.
+    """What the file says for the ranks that will train; None where there is none.
 
     Raises:
         fxzero.ConfigError: what fxzero cannot train by, key by key.
@@ -41,7 +41,7 @@ def by_deepspeed(settings: Settings) -> FromDeepSpeed | None:
         return None
     return fxzero.from_deepspeed(
         settings.deepspeed,
-        world_size=world_size(),
+        world_size=ranks_to_train(settings.ranks),
         deepspeed_version=settings.deepspeed_version,
         **settings.deepspeed_auto,
     )

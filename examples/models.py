@@ -210,6 +210,14 @@ def gpt_lite(**overrides: Any) -> GPT:
     return GPT(replace(config, **overrides))
 
 
+def gpt_xl(**overrides: Any) -> GPT:
+    """GPT-2's largest, 1.56 billion parameters (Radford et al. 2019, table 2)."""
+    config = GPTConfig(
+        num_layers=48, num_heads=25, hidden=1600, vocab_size=50257, block_size=1024, dropout=0.1
+    )
+    return GPT(replace(config, **overrides))
+
+
 def gpt_bench(**overrides: Any) -> GPT:
     """19 million parameters without dropout: the model that the benchmarks time."""
     config = GPTConfig(num_layers=6, num_heads=8, hidden=512, vocab_size=1024, block_size=256)

@@ -1,11 +1,13 @@
 """One Hydra application, any number of processes.
 
 Rank 0 alone runs Hydra: it reads the command line, makes the output folder and sends
-each job to the other ranks. So every rank trains with one and the same configuration,
-a run has one folder, and the jobs of a sweep start in step:
+the job to the other ranks. So every rank trains with one and the same configuration,
+and a run has one folder:
 
-    rank 0    Hydra ── send ── job 0 ── Hydra ── send ── job 1 ── Hydra ── send Leave
-    rank 1    receive ──────── job 0 ── receive ──────── job 1 ── receive: leave
+    rank 0    Hydra ── send ── job ── Hydra ── send Leave
+    rank 1    receive ──────── job ── receive: leave
+
+The jobs of a sweep have ranks of their own each: `examples/sweeps.py`.
 """
 
 from __future__ import annotations
@@ -34,6 +36,16 @@ def rank() -> int:
 def world_size() -> int:
     """How many processes train together; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def under_torchrun() -> bool:
+    """Whether somebody has started the ranks already."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def ranks_to_train(asked: int | None) -> int:
+    """How many ranks will train: those that are there, or as many as are to be started."""
+    return world_size() if under_torchrun() else asked or 1
 
 
 def mean_over_ranks(value: Tensor) -> float:
@@ -65,7 +77,7 @@ def set_threads(threads: int | None) -> None:
 
 
 class Leave:
-    """What rank 0 sends after the last job."""
+    """What rank 0 sends after the job, or in its place."""
 
 
 class JobFailed(SystemExit):
@@ -73,11 +85,11 @@ class JobFailed(SystemExit):
 
 
 class Stopped(SystemExit):
-    """All ranks were told to stop, and have saved what they had: no further job begins."""
+    """All ranks were told to stop, and have saved what they had."""
 
 
 def launch(app: Callable[[], Any], job: Callable[..., Any]) -> None:
-    """Run a Hydra application on rank 0, and on the others each job that it sends."""
+    """Run a Hydra application on rank 0, and on the others the job that it sends."""
     fxzero.init_distributed()
     code = lead(app) if rank() == 0 else follow(job)
     if dist.is_initialized():
@@ -131,8 +143,7 @@ def run_on_all_ranks(job: Callable[..., T], *args: Any) -> T:
     try:
         return job(*args)
     except Exception as error:
-        # Hydra would go on to a sweep's next job while the other ranks still wait in a
-        # collective of this one. Leave instead: torchrun then ends them too.
+        # The other ranks still wait in a collective. Leave: torchrun then ends them too.
         report(error)
         raise JobFailed(exit_code(error)) from None
 

@@ -144,6 +144,8 @@ class TrainerSettings:
     """CPU threads per rank; null for OMP_NUM_THREADS, or an even share of the cores."""
     compile: bool
     """False runs the ordinary loop without torch.compile."""
+    wandb: bool
+    """Also log as an offline run of wandb, which has to be installed."""
 
     def __post_init__(self) -> None:
         """Refuse what would train nothing, or something else."""
@@ -184,6 +186,9 @@ class Settings:
     precision: PrecisionSettings
     trainer: TrainerSettings
     checkpoint: CheckpointSettings
+    ranks: int | None
+    """Start this many by torchrun; null trains in the processes that there are, and in a sweep in
+    one for each job."""
     resume: Resume
     """Whether to go on from what `checkpoint.dir` has."""
     fxzero: dict[str, Any]
@@ -200,6 +205,8 @@ class Settings:
         """Refuse what would be ignored."""
         if not 0 <= self.zero <= 3:
             raise SettingsError(f"zero={self.zero}: ZeRO has the stages 0, 1, 2 and 3")
+        if self.ranks is not None and self.ranks < 1:
+            raise SettingsError(f"ranks={self.ranks} must be 1 or more, or null")
         if self.memory_budget != "none":
             own = self.fxzero.get("memory_budget", "none")
             if own not in ("none", self.memory_budget):

@@ -1,7 +1,7 @@
 """Train a small GPT on bytes, its parameters sharded over the processes.
 
     torchrun --standalone --nproc-per-node 2 examples/train.py
-    torchrun --standalone --nproc-per-node 2 examples/train.py -m zero=0,1,2,3
+    python examples/train.py -m ranks=2 zero=0,1,2,3
     torchrun --standalone --nproc-per-node 2 examples/train.py \
         mesh=pipeline2 schedule=1f1b trainer.micro_batches=4
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train.py \
@@ -15,15 +15,12 @@ Settings are in `examples/conf/` and `conf/fxzero/`, logs go to `outputs/`.
 
 from __future__ import annotations
 
-import gc
 import math
 import os
-import resource
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +31,6 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -45,8 +41,8 @@ import fxzero
 from examples.checkpoints import BegunWith, folder_of_job, open_checkpoints
 from examples.data import Batches, file_text, split, stdlib_text
 from examples.deepspeed_json import by_deepspeed, decided
-from examples.failures import SettingsError
-from examples.logs import RunLog, StepNumbers, open_log
+from examples.failures import FAILED, SettingsError
+from examples.logs import RunLog, StepLog, open_log
 from examples.meshes import check_ranks, make_mesh, reader, whole_state
 from examples.models import GPT
 from examples.ranks import (
@@ -55,11 +51,14 @@ from examples.ranks import (
     launch,
     mean_over_ranks,
     rank,
+    ranks_to_train,
     run_on_all_ranks,
     set_threads,
+    under_torchrun,
     world_size,
 )
 from examples.settings import DataSettings, Settings, Step, TrainerSettings
+from examples.sweeps import Result, in_sweep, launch_job, quoted, recorded
 
 T = TypeVar("T")
 
@@ -94,41 +93,30 @@ def train(settings: Settings, output: Path) -> float:
         else fxzero.TrainState(model, optimizer, scheduler=schedule, settings=begun_with)
     )
     train_batches, val_batches = make_batches(settings, model.config.block_size)
-    tokens_per_step = trainer.batch_size * model.config.block_size
 
     with (
-        open_log(output, settings) as log,
+        open_log(output, trainer.steps, settings, trainer.wandb) as log,
         open_checkpoints(state, begun_with, settings.checkpoint, log) as checkpoints,
     ):
         trained = checkpoints.resume(settings.resume)
-        since = Mark.at(trained, model)
+        steps = StepLog(
+            log,
+            model,
+            every=trainer.log_every,
+            step=trained,
+            samples_per_step=trainer.batch_size,
+            tokens_per_step=trainer.batch_size * model.config.block_size,
+        )
         if trainer.compile and trained < trainer.steps:
             log.say("compiling the step: about a minute, and less when caches on disk are warm")
         for step in range(trained + 1, trainer.steps + 1):
             done = run_step(*to_device(train_batches[step], model))
-
-            if step == trained + 1:
-                first_step_s = time.perf_counter() - since.time
-                log.record(step, first_step_s=first_step_s)
-                log.say(f"the first step is done, after {first_step_s:.1f} s")
-            if step == trained + 1 or step % trainer.log_every == 0 or step == trainer.steps:
-                mean_loss = mean_over_ranks(done.loss)
-                now = Mark.at(step, model)
-                numbers = StepNumbers(
-                    loss=mean_loss,
-                    lr=done.learning_rate,
-                    grad_norm=to_float(done.grad_norm),
-                    tokens_per_s=tokens_per_step * (step - since.step) / (now.time - since.time),
-                    peak_bytes=peak_bytes(),
-                    **collectives_per_step(since, now),
-                )
-                log.step(step, numbers)
-                since = now
+            steps.after(step, done.loss, done.learning_rate, done.grad_norm)
             if step % trainer.val_every == 0 and step < trainer.steps:
                 (val_loss,) = evaluate(model, [val_batches], settings)
                 log.record(step, val_loss=val_loss)
                 log.say(f"after {step} steps: validation loss {val_loss:.3f}")
-                since = Mark.at(step, model)
+                steps.meter.restart(step)
             if checkpoints.after_step(step):
                 raise Stopped
 
@@ -321,51 +309,6 @@ def to_device(batch: tuple[Tensor, Tensor], model: nn.Module) -> tuple[Tensor, T
     return tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
-def to_float(norm: Tensor | None) -> float:
-    """A norm as a number; that of shards is first added up over the ranks."""
-    if norm is None:
-        return math.nan
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-
-
-def peak_bytes() -> int:
-    """Most memory so far: of the GPU's tensors, without a GPU of the whole process."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): kilobytes but for macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A moment of a run, to measure from."""
-
-    step: int
-    time: float
-    """Seconds, from any origin."""
-    traffic: fxzero.Traffic
-    """What was communicated until then."""
-
-    @classmethod
-    def at(cls, step: int, model: nn.Module) -> Mark:
-        """Now, after a step."""
-        return cls(step, time.perf_counter(), fxzero.report(model))
-
-
-def collectives_per_step(since: Mark, now: Mark) -> dict[str, int]:
-    """Gathers and reduces per step, and the bytes of the full tensors that they moved."""
-    before, after = asdict(since.traffic), asdict(now.traffic)
-    return {name: (after[name] - before[name]) // (now.step - since.step) for name in after}
-
-
-def forget() -> None:
-    """Free what a job leaves behind, before a sweep's next one."""
-    torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-
-
 def check(settings: Settings, num_ranks: int) -> None:
     """Make everything once on rank 0, without memory, so that no rank starts on what cannot hold.
 
@@ -420,23 +363,45 @@ def made(group: str, make: Callable[[], T]) -> T:
         raise SettingsError(f"{group}: {type(reason).__name__}: {text}") from None
 
 
-def job(settings: Settings, output: Path) -> float:
-    """One job of a sweep, or the only one."""
-    try:
-        return train(settings, output)
-    finally:
-        forget()
+def prepared(cfg: DictConfig) -> Settings:
+    """Check what Hydra composed, for as many ranks as will train it."""
+    settings = Settings.of(cfg)
+    settings = decided(settings, HydraConfig.get().overrides.task)
+    settings.checkpoint = folder_of_job(settings.checkpoint)
+    if under_torchrun() and settings.ranks not in (None, world_size()):
+        raise SettingsError(
+            f"ranks={settings.ranks} starts ranks, and torchrun has started {world_size()}: leave "
+            "out one of both"
+        )
+    check(settings, ranks_to_train(settings.ranks))
+    return settings
+
+
+def job_of_sweep(cfg: DictConfig) -> Result:
+    """Have ranks of its own train one job."""
+    settings = prepared(cfg)
+    folder = settings.checkpoint.dir
+    return launch_job(settings.ranks or 1, [f"checkpoint.dir={quoted(folder)}"] if folder else [])
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> float:
     """What Hydra calls, on rank 0, for each job of the command line."""
-    output = Path(HydraConfig.get().runtime.output_dir)
-    settings = decided(Settings.of(cfg), HydraConfig.get().overrides.task)
-    settings.checkpoint = folder_of_job(settings.checkpoint)
-    check(settings, world_size())
-    return run_on_all_ranks(job, settings, output)
+    if in_sweep() and under_torchrun():
+        raise SettingsError(
+            "a sweep starts the ranks of each of its jobs: python examples/train.py -m "
+            f"ranks={world_size()} … instead of torchrun"
+        )
+    if in_sweep():
+        return recorded(lambda: job_of_sweep(cfg))
+    settings = prepared(cfg)
+    if settings.ranks is not None and not under_torchrun():
+        result = launch_job(settings.ranks)
+        if result.reason:
+            raise SystemExit(FAILED)
+        return result.objective
+    return run_on_all_ranks(train, settings, Path(HydraConfig.get().runtime.output_dir))
 
 
 if __name__ == "__main__":
-    launch(main, job)
+    launch(main, train)
