@@ -98,8 +98,8 @@ COMMANDS: dict[str, tuple[Example, ...]] = {
     "import-deepspeed": (
         Example(
             "fxzero import-deepspeed examples/ds_config.json --world-size 2",
-            "A line a key, then the settings. [DeepSpeed's JSON](../integrations/deepspeed.md) says "
-            "how to train by them.",
+            "A line a key, then the settings. [DeepSpeed's JSON](../integrations/deepspeed.md) "
+            "says how to train by them.",
         ),
     ),
     "options": (
