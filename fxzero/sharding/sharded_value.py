@@ -26,6 +26,7 @@ from fxzero._compat import (
     without_torch_function,
 )
 from fxzero.ranks.lost import explaining
+from fxzero.sharding.by_hand import communicate, is_collective
 from fxzero.sharding.local_data import assign, describes, refuse_elsewhere, sets_data
 from fxzero.sharding.shard_state import refuse_bytes
 from fxzero.sharding.whereabouts import in_compiler
@@ -180,6 +181,8 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if _is_mixed_list(func, args):
         return _apart(func, args, kwargs)
     refresh_all((args, kwargs))
+    if is_collective(func):
+        return communicate(func, *_settled_arguments((args, kwargs)))
     targets = written(func, args, kwargs)
     if targets:
         return _on_targets(targets, func, args, kwargs)
