@@ -1,7 +1,6 @@
 """A language model of Python's own sources, byte by byte, in accelerate's loop.
 
 torchrun --nproc-per-node 2 FILE --steps 100 --cpu
-accelerate launch --cpu --num_processes 2 FILE --steps 100 --cpu
 """
 
 from __future__ import annotations

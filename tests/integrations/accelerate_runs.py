@@ -233,7 +233,7 @@ def reduces(loop: Loop) -> list[bool]:
         assert state is not None
         for _ in loader:
             with accelerator.accumulate(model):
-                seen.append(state.grad_sync is not GradSync.ACCUMULATE)
+                seen.append(state.sync != GradSync.ACCUMULATE.value)
         return seen
 
 

@@ -44,7 +44,7 @@ def refuse_other_engines(arguments: Mapping[str, Any]) -> None:
         if _is_set(variable):
             raise ConfigError(
                 f"{variable} is set: accelerate launch was told, by a flag or by its config file, "
-                "to use another engine beside fxzero. Launch with --multi_gpu or --cpu, or with "
+                "to use another engine beside fxzero. Launch with --multi_gpu, or with "
                 "torchrun."
             )
     _refuse_compilers(arguments)
