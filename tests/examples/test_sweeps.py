@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra_plugins.hydra_optuna_sweeper._impl import create_optuna_distribution_from_override
 
 from examples.sweep_results import gathered, plot, rows_of, varied, write
 from examples.sweeps import Result, _last_words, quoted
@@ -140,8 +142,8 @@ def test_optuna_chooses_by_simulation(tmp_path: Path) -> None:
     words = (
         *("target=examples.models:gpt_nano", "cluster_name=laptop", "hydra/sweeper=optuna"),
         *("hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=1", "hydra.sweeper.sampler.seed=0"),
-        *("zero=3", "fxzero.memory_budget=choice(none,1MiB)", "batch_size=choice(1,2)"),
-        "fxzero.prefetch.distance=choice(null,1)",
+        *("zero=3", "fxzero.memory_budget=none,1MiB", "batch_size=1,2"),
+        "fxzero.prefetch.distance=null,1",
     )
     script = ROOT / "examples" / "sweep_simulated.py"
     run(script, "-m", f"hydra.sweep.dir={tmp_path}", *words, folder=tmp_path)
@@ -164,6 +166,9 @@ def test_every_file_of_a_sweep(sweep: str) -> None:
     """It is one, of settings that there are."""
     with initialize_config_module("examples.conf", version_base="1.3"):
         cfg = compose("simulated", [f"sweep={sweep}"], return_hydra_config=True)
-    for name in cfg.hydra.sweeper.params or {}:
+    parser = OverridesParser.create()
+    for name, values in (cfg.hydra.sweeper.params or {}).items():
+        (override,) = parser.parse_overrides([f"{name}={values}"])
+        assert len(create_optuna_distribution_from_override(override).choices) > 2
         with initialize_config_module("examples.conf", version_base="1.3"):
             compose("simulated", [f"{name}=1"])
