@@ -53,7 +53,7 @@ def estimated(arguments: str) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> Iterator[str]:
     """Lines of Markdown: a row for each ZeRO stage of each case."""
-    yield "| case | ranks | layout | peak a rank, GiB | on its host, GiB | on disk, GiB | step, s | MFU |"
+    yield "| case | ranks | layout | peak a rank, GiB | host, GiB | disk, GiB | step, s | MFU |"
     yield "|---|---|---|---|---|---|---|---|"
     for name, result in results.items():
         found = result["estimate"]
