@@ -32,7 +32,6 @@ CASES = {
     "gpt-xl, states_host": f"""{_XL} --options '{{"memory": "states_host"}}'""",
     "gpt-xl, all_host": f"""{_XL} --options '{{"memory": "all_host"}}'""",
     "gpt-xl, infinity": f"""{_XL} --options '{{"memory": "infinity"}}'""",
-    "resnet-110": "examples.resnet_cifar:resnet110 --world-size 8 --batch 128 --cluster dgx2",
 }
 """The arguments of `fxzero estimate`."""
 
