@@ -81,7 +81,8 @@ def test_gpt_xl(memory: str, tmp_path: Path) -> None:
     on_two_ranks("gpt_xl.py", "--memory", memory, *disk, *SIZES, *EAGER, folder=tmp_path)
     folder = tmp_path / "outputs/gpt_xl"
     assert losses(folder) == pytest.approx(expected_losses(2e-4, 0.01), rel=1e-5)
-    assert (metrics(folder)[-1]["num_uploads"] > 0) is (memory != "none")
+    if memory != "infinity":  # reads from disk are not counted as copies
+        assert (metrics(folder)[-1]["num_uploads"] > 0) is (memory != "none")
 
 
 @pytest.mark.slow
