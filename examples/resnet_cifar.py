@@ -2,7 +2,6 @@
 
     torchrun --standalone --nproc-per-node 2 examples/resnet_cifar.py --zero 2
     torchrun --standalone --nproc-per-node 2 examples/resnet_cifar.py --zero 3 --tiny
-    fxzero estimate examples.resnet_cifar:resnet20 --world-size 8 --batch 128
 
 The images are drawn here, ten classes of coloured noise: nothing to download, and something to
 learn. BatchNorm takes its statistics over this rank's rows, as it does under
@@ -82,11 +81,6 @@ class ResNet(nn.Module):
 def resnet20() -> ResNet:
     """0.27 million parameters."""
     return ResNet(3)
-
-
-def resnet110() -> ResNet:
-    """1.7 million parameters."""
-    return ResNet(18)
 
 
 def batch_of(step: int, rows: int, classes: Tensor) -> tuple[Tensor, Tensor]:

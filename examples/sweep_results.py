@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
@@ -39,12 +40,17 @@ def gathered(folder: Path) -> Jobs:
     jobs = {
         str(job.relative_to(folder)): Result.read(job)
         if (job / RESULT).exists()
-        else Result([], None, reason="it has not ended, or was ended from outside")
+        else Result(_told(job), None, reason="it has not ended, or was ended from outside")
         for job in sorted(folders - {folder})
     }
     if not jobs:
         sys.exit(f"{folder} has no jobs of a sweep: name the folder that hydra.sweep.dir named")
     return dict(sorted(jobs.items(), key=lambda item: item[1].objective))
+
+
+def _told(job: Path) -> list[str]:
+    """What Hydra has noted that a job was told."""
+    return [str(override) for override in OmegaConf.load(job / ".hydra" / "overrides.yaml")]
 
 
 def settings_of(result: Result) -> dict[str, str]:

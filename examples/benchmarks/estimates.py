@@ -32,7 +32,6 @@ CASES = {
     "gpt-xl, states_host": f"""{_XL} --options '{{"memory": "states_host"}}'""",
     "gpt-xl, all_host": f"""{_XL} --options '{{"memory": "all_host"}}'""",
     "gpt-xl, infinity": f"""{_XL} --options '{{"memory": "infinity"}}'""",
-    "resnet-110": "examples.resnet_cifar:resnet110 --world-size 8 --batch 128 --cluster dgx2",
 }
 """The arguments of `fxzero estimate`."""
 
@@ -53,8 +52,8 @@ def estimated(arguments: str) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> Iterator[str]:
     """Lines of Markdown: a row for each ZeRO stage of each case."""
-    yield "| case | ranks | layout | peak a rank, GiB | on its host, GiB | step, s | MFU |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| case | ranks | layout | peak a rank, GiB | host, GiB | disk, GiB | step, s | MFU |"
+    yield "|---|---|---|---|---|---|---|---|"
     for name, result in results.items():
         found = result["estimate"]
         layouts = {"": found["stages"]}
@@ -70,6 +69,7 @@ def table(results: dict[str, Any]) -> Iterator[str]:
                 yield (
                     f"| {name} | {found['world_size']} {found['cluster']} | {layout}ZeRO-{zero} "
                     f"| {peak}{fits} | {stage['host_bytes'] / 2**30:.1f} "
+                    f"| {stage['disk_bytes'] / 2**30:.1f} "
                     f"| {stage['step_ms'] / 1e3:.3g} | {stage['mfu']:.0%} |"
                 )
 

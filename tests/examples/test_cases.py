@@ -39,10 +39,9 @@ SIZES = ("--tiny", "--steps", str(STEPS), "--batch", "8")
 @pytest.mark.parametrize(
     "layout",
     [
-        ("--zero", "2", *EAGER),
         ("--zero", "1", "--pipeline", "2", *EAGER),
         *exhaustive(
-            (("--zero", "1", *EAGER),), (("--zero", "3"),), (("--zero", "3", "--pipeline", "2"),)
+            (("--zero", "2", *EAGER),), (("--zero", "3"),), (("--zero", "3", "--pipeline", "2"),)
         ),
         *exhaustive((("--ddp",),)),
     ],
@@ -56,11 +55,14 @@ def test_gpt_lite(layout: tuple[str, ...], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", ["2", *exhaustive("0", "1", "3")])
-def test_resnet(zero: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("zero", "options"),
+    [("2", EAGER), *exhaustive(("0", EAGER), ("1", EAGER), ("2", ()), ("3", EAGER))],
+)
+def test_resnet(zero: str, options: tuple[str, ...], tmp_path: Path) -> None:
     """BatchNorm too: the accuracy is by the statistics that it has kept."""
     found = []
-    for how in (("--ddp",), ("--zero", zero)):
+    for how in (("--ddp",), ("--zero", zero, *options)):
         folder = tmp_path / how[0]
         on_two_ranks("resnet_cifar.py", *how, *SIZES, "--output", folder, folder=tmp_path)
         (accuracy,) = (r["accuracy"] for r in metrics(folder) if "accuracy" in r)
@@ -79,7 +81,8 @@ def test_gpt_xl(memory: str, tmp_path: Path) -> None:
     on_two_ranks("gpt_xl.py", "--memory", memory, *disk, *SIZES, *EAGER, folder=tmp_path)
     folder = tmp_path / "outputs/gpt_xl"
     assert losses(folder) == pytest.approx(expected_losses(2e-4, 0.01), rel=1e-5)
-    assert (metrics(folder)[-1]["num_uploads"] > 0) is (memory != "none")
+    if memory != "infinity":  # reads from disk are not counted as copies
+        assert (metrics(folder)[-1]["num_uploads"] > 0) is (memory != "none")
 
 
 @pytest.mark.slow
