@@ -46,7 +46,10 @@ class SharedModel:
         if self.made is None:
             self.made = make()
         model, batch = self.made
-        return copy.deepcopy(model, {id(self.mode): self.mode}), batch
+        memo: dict[int, Any] = {id(self.mode): self.mode}
+        # deepcopy fails on a fake tensor that was made of a number, as BatchNorm's count is.
+        memo |= {id(buffer): buffer.clone() for buffer in model.buffers()}
+        return copy.deepcopy(model, memo), batch
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,29 @@ def test_ranks_that_are_there_already(tmp_path: Path) -> None:
         run(*TORCHRUN, script, *words, folder=tmp_path)
 
 
+@pytest.mark.slow
+def test_optuna_chooses_by_simulation(tmp_path: Path) -> None:
+    """No ranks; a job that cannot be has its reason, and the best is the least of the others."""
+    words = (
+        *("target=examples.models:gpt_nano", "cluster_name=laptop", "hydra/sweeper=optuna"),
+        *("hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "hydra.sweeper.sampler.seed=0"),
+        *("zero=choice(1,3)", "batch_size=choice(1,2)", "micro_batches=choice(1,2)"),
+    )
+    script = ROOT / "examples" / "sweep_simulated.py"
+    run(script, "-m", f"hydra.sweep.dir={tmp_path}", *words, folder=tmp_path)
+    jobs = gathered(tmp_path)
+    assert len(jobs) == 3
+    values = [result.value for result in jobs.values()]
+    for result in jobs.values():
+        impossible = {"batch_size=1", "micro_batches=2"} <= {*result.overrides}
+        assert (result.value is None) is impossible
+        assert bool(result.reason) is impossible
+        assert impossible or result.value == result.figures["step_ms"]
+    least = min(value for value in values if value is not None)
+    best = (tmp_path / "optimization_results.yaml").read_text()
+    assert f"best_value: {least}" in best
+
+
 @pytest.mark.parametrize("sweep", ["by_hand", "gpt_lite", "gpt_xl_offload"])
 def test_every_file_of_a_sweep(sweep: str) -> None:
     """It is one, of settings that there are."""

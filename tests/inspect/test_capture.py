@@ -13,7 +13,8 @@ from fxzero import CaptureError, ConfigError
 from fxzero.compiler.compilation import Compilation, observers
 from fxzero.compiler.config import Config
 from fxzero.inspect import capture
-from fxzero.inspect.capture import fake_ranks, scalar_of
+from fxzero.inspect.capture import SharedModel, fake_ranks, scalar_of
+from fxzero.inspect.targets import Batch
 from tests.tracing import BY_LAYER, Chain, chain
 
 
@@ -166,3 +167,25 @@ def test_transfers_in_a_slab(step: bool) -> None:
     )
     passes = {r.name: r.notes for c in found.compilations for r in c.records}
     assert passes["slab"]
+
+
+def test_a_model_made_once_is_copied_with_its_counts() -> None:
+    """BatchNorm's count is a fake tensor that was made of a number."""
+
+    class Counting(Chain):
+        def __init__(self) -> None:
+            super().__init__(2)
+            self.norm = nn.BatchNorm1d(8)
+            self.register_buffer("same", self.norm.num_batches_tracked)
+
+    def make() -> tuple[nn.Module, Batch]:
+        return Counting(), Batch()
+
+    shared = SharedModel()
+    with shared.mode:
+        first, _ = shared.copied(make)
+        second, _ = shared.copied(make)
+    one, other = first.get_submodule("norm"), second.get_submodule("norm")
+    assert one.num_batches_tracked is not other.num_batches_tracked
+    assert one.num_batches_tracked.device.type == other.num_batches_tracked.device.type == "cpu"
+    assert first.get_buffer("same") is one.num_batches_tracked
