@@ -290,7 +290,10 @@ def ran(trainer: Trainer, folder: str) -> Ran:
 
 
 def assert_same(found: Ran, wanted: Ran, within: float, since: int = 0) -> None:
-    """Compare logs line by line and weights element by element, by the largest of each tensor."""
+    """Compare logs line by line and weights element by element, by the largest of each tensor.
+
+    What has no gradient but rounding (biases before a softmax) is as large as rounding itself.
+    """
     lines = [line for line in found.logs if line["step"] > since and len(line) > 1]
     expected = [line for line in wanted.logs if line["step"] > since and len(line) > 1]
     assert len(lines) == len(expected) > 0, (lines, expected)
@@ -301,4 +304,4 @@ def assert_same(found: Ran, wanted: Ran, within: float, since: int = 0) -> None:
     assert found.weights.keys() == wanted.weights.keys()
     for name, weight in wanted.weights.items():
         difference = (found.weights[name] - weight).abs().max()
-        assert difference <= within * weight.abs().max(), (name, difference)
+        assert difference <= within * max(float(weight.abs().max()), 1e-3), (name, difference)
