@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -125,8 +124,6 @@ def main() -> None:
         for number in range(1, args.steps + 1):
             done = step(*batches[number])
             steps.after(number, done.loss, 6e-4, done.grad_norm)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where `examples` lies
 
@@ -77,8 +76,6 @@ def main() -> None:
             tokens, targets = batches[number]
             done = step(tokens.to(device), targets.to(device))
             steps.after(number, done.loss, 2e-4, done.grad_norm)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from torch import Tensor
 
 import fxzero
 from examples.failures import GRACE_S, LEAVE_S, WRONG_USE, SettingsError, exit_code, report
+from fxzero.ranks.groups import leave
 
 T = TypeVar("T")
 
@@ -93,7 +94,7 @@ def launch(app: Callable[[], Any], job: Callable[..., Any]) -> None:
     fxzero.init_distributed()
     code = lead(app) if rank() == 0 else follow(job)
     if dist.is_initialized():
-        dist.destroy_process_group()
+        leave()
         if code:
             time.sleep(LEAVE_S)  # or torchrun ends the others, and lists each as a failure
     sys.exit(code)

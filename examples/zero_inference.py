@@ -164,8 +164,6 @@ def main() -> None:
         )
         if args.output is not None:
             args.output.write_text(json.dumps({**figures, "tokens": tokens_of_all}) + "\n")
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

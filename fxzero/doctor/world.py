@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fxzero.doctor.verdicts import Checked, Verdict, fail, ok, reason
 from fxzero.errors import ConfigError
-from fxzero.ranks.groups import init_distributed
+from fxzero.ranks.groups import init_distributed, leave
 
 ALONE_LIMIT_S = 20.0
 """For a group of one rank to be there, and to sum."""
@@ -101,8 +101,8 @@ def joined(world: World, device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        if mine and dist.is_initialized():
-            dist.destroy_process_group()
+        if mine:
+            leave()
 
 
 def check_sum(world: World, device: torch.device) -> Checked:
@@ -142,7 +142,7 @@ def _sum_alone(backend: str, device: torch.device) -> float:
     try:
         return _sum(device)
     finally:
-        dist.destroy_process_group()
+        leave()
 
 
 def check_backends() -> Iterator[Checked]:

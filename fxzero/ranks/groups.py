@@ -11,6 +11,7 @@ import atexit
 import math
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -64,6 +65,10 @@ def backend_of(group_name: str, device_type: str) -> str:
         if device in ("", device_type):
             return name
     return backend
+
+
+_FREED_S = 0.1
+"""What gloo's threads get to free the tensors of a collective that has ended."""
 
 
 def init_distributed(
@@ -146,11 +151,22 @@ def _timeout_of(backend: str) -> timedelta | None:
     return timedelta(seconds=seconds)
 
 
+def leave() -> None:
+    """Leave all process groups, if there are any.
+
+    A thread of gloo's frees the tensors of the last collective under a lock for which the group's
+    end waits, and needs the interpreter for it, which the caller has: both would wait for ever.
+    """
+    if dist.is_initialized():
+        time.sleep(_FREED_S)
+        dist.destroy_process_group()
+
+
 def _leave() -> None:
     """Leave the group that was joined here at the end of a script that has not failed: gloo's
     threads abort some clean exits otherwise."""
-    if dist.is_initialized() and not hasattr(sys, "last_value"):
-        dist.destroy_process_group()
+    if not hasattr(sys, "last_value"):
+        leave()
 
 
 def resolve_mesh(
