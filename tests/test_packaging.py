@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -168,3 +169,113 @@ with initialize_config_dir({str(tmp_path / "conf")!r}, version_base="1.3"):
 assert Config.from_options(OmegaConf.to_container(cfg.fxzero)).prefetch.distance == 2
 """
     assert files(code, tmp_path, installed) == []
+
+
+MODEL = """
+import torch, fxzero
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+plain = [p.detach().clone() for p in model.parameters()]
+def moved():
+    return all(not torch.equal(a, b) for a, b in zip(plain, model.parameters(), strict=True))
+"""
+EAGER = 'options={"lower_regions": {"backend": "eager"}}'
+EXTRAS = {
+    "cli": """
+from fxzero.cli import main
+import sys
+sys.argv = ["fxzero", "estimate", "--params", "1e9"]
+try:
+    main()
+except SystemExit as done:
+    assert not done.code, done.code
+sys.stdout.flush()
+""",
+    "deepspeed": f"""
+{MODEL}
+made = fxzero.from_deepspeed({{
+    "train_batch_size": 2, "zero_optimization": {{"stage": 2}},
+    "optimizer": {{"type": "AdamW", "params": {{"lr": 0.1}}}},
+}}, world_size=1, deepspeed_version="0.19.8")
+engine = made.engine(model)
+loss = engine(torch.ones(2, 4)).sum()
+engine.backward(loss)
+engine.step()
+assert moved()
+""",
+    "hf": f"""
+{MODEL}
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from fxzero.integrations.transformers import FxZeroPlugin, FxZeroTrainer
+model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8,
+    num_hidden_layers=1, num_attention_heads=1, tie_word_embeddings=False))
+plain = [p.detach().clone() for p in model.parameters()]
+rows = [{{"input_ids": torch.arange(8), "labels": torch.arange(8)}}] * 2
+args = TrainingArguments("out", max_steps=1, use_cpu=True, report_to=[], save_strategy="no",
+    learning_rate=0.1, per_device_train_batch_size=2, disable_tqdm=True)
+FxZeroTrainer(model, args, train_dataset=rows, fxzero=FxZeroPlugin(zero=3, {EAGER})).train()
+assert moved()
+""",
+    "accelerate": f"""
+{MODEL}
+from fxzero.integrations.accelerate import FxZeroAccelerator, FxZeroPlugin
+accelerator = FxZeroAccelerator(cpu=True, fxzero=FxZeroPlugin(zero=3, {EAGER}))
+prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.backward(prepared(torch.ones(2, 4)).sum())
+optimizer.step()
+assert moved()
+""",
+    "lightning": f"""
+{MODEL}
+import lightning
+from fxzero.integrations.lightning import FxZeroStrategy
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = model
+    def training_step(self, batch):
+        return self.model(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+lightning.Trainer(strategy=FxZeroStrategy(zero=3, {EAGER}), accelerator="cpu", devices=1,
+    max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    enable_model_summary=False).fit(Module(), torch.utils.data.DataLoader(torch.ones(2, 4), 2))
+assert moved()
+""",
+}
+"""By extra, something that it is for. What else it needs is here: `pip` picks it."""
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_what_an_extra_is_for_runs_from_a_wheel(
+    installed: Path, tmp_path: Path, extra: str
+) -> None:
+    """Away from every checkout; fxzero's own warnings are errors."""
+    code = "import sys, contextlib\nwith contextlib.redirect_stdout(sys.stderr):\n"
+    own = "import warnings, fxzero\nwarnings.simplefilter('error', fxzero.FxZeroWarning)\n"
+    body = "\n".join(f"    {line}" for line in (own + EXTRAS[extra]).splitlines())
+    shown = "print(__import__('fxzero').__file__)"
+    assert files(f"{code}{body}\n{shown}", tmp_path, installed) == [
+        installed / "fxzero" / "__init__.py"
+    ]
+
+
+def test_a_source_distribution_makes_the_same_wheel(
+    tree: Path, wheel: Path, tmp_path: Path
+) -> None:
+    """What it lacked, a wheel that is built of it would lack."""
+    code = "from setuptools.build_meta import build_sdist; print(build_sdist('sdist'))"
+    built = subprocess.run(
+        [sys.executable, "-c", code], cwd=tree, capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    archive = tree / "sdist" / built.stdout.strip().splitlines()[-1]
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path, filter="data")
+    code = "from setuptools.build_meta import build_wheel; print(build_wheel('again'))"
+    (source,) = tmp_path.iterdir()
+    built = subprocess.run(
+        [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    again = source / "again" / built.stdout.strip().splitlines()[-1]
+    assert zipfile.ZipFile(again).namelist() == zipfile.ZipFile(wheel).namelist()
