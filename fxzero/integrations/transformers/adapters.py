@@ -47,9 +47,9 @@ class Trained(nn.Module):
         super().__init__()
         vars(self)["whole"] = whole  # no sub-module: names stay
 
-    def modules(self) -> Iterator[nn.Module]:
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
         """Those of the model."""
-        yield from self.whole.modules()
+        yield from (m for _, m in self.whole.named_modules(remove_duplicate=remove_duplicate))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The trained ones, by the model's names."""
