@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from fxzero.integrations.transformers.weights import whole_weights
+from fxzero.integrations.whole import whole_weights
 from tests.integrations.trainer_runs import (
     Ran,
     Run,

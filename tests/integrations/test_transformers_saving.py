@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from fxzero.errors import CheckpointError
-from fxzero.integrations.transformers.weights import whole_weights
+from fxzero.integrations.whole import whole_weights
 from tests.integrations.trainer_runs import (
     Ran,
     Run,

@@ -28,7 +28,7 @@ from fxzero.integrations.transformers import (
     FxZeroSeq2SeqTrainer,
     FxZeroTrainer,
 )
-from fxzero.integrations.transformers.weights import whole_weights
+from fxzero.integrations.whole import whole_weights
 
 CHEAP = {"lower_regions": {"backend": "eager"}}
 """Inductor is tested elsewhere."""

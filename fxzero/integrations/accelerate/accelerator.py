@@ -18,8 +18,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import is_compiled_module
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from fxzero.errors import ConfigError
 from fxzero.integrations.accelerate.refusals import (
@@ -29,6 +28,7 @@ from fxzero.integrations.accelerate.refusals import (
 )
 from fxzero.integrations.accelerate.saved_state import Trained, trained
 from fxzero.integrations.plugin import FxZeroPlugin
+from fxzero.integrations.whole import whole_weights
 from fxzero.sharding.shard import model_state, no_sync
 
 _REDUCES_ONCE = 1
@@ -161,7 +161,7 @@ class FxZeroAccelerator(Accelerator):
             shards: dict[str, Any] = self._saves[-1]
             return shards
         inner = self.unwrap_model(model) if unwrap else model
-        return _full_state(inner, keeps=self.is_main_process)
+        return whole_weights(inner, keep=self.is_main_process)
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
@@ -244,20 +244,6 @@ class FxZeroAccelerator(Accelerator):
         if self.fxzero.offload or any(p.is_meta for p in model.parameters()):
             return False
         return bool(self.device_placement if asked is None else asked)
-
-
-def _full_state(model: nn.Module, keeps: bool) -> dict[str, Any]:
-    """Full tensors by name, one at a time; what is shared stays shared."""
-    seen: dict[int, Any] = {}
-    state: dict[str, Any] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in seen:
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            if isinstance(whole, Tensor) and keeps:
-                whole = whole.detach().to("cpu", copy=True)
-            seen[id(value)] = whole if keeps else None
-        state[name] = seen[id(value)]
-    return state if keeps else {}
 
 
 def _refuse_compiled(model: nn.Module) -> None:

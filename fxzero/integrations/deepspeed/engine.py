@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fxzero.integrations.whole import whole
 from fxzero.sharding.precision import LossScale
 from fxzero.sharding.shard import model_state, no_sync
 
@@ -101,10 +101,10 @@ class Engine:
 
     def _clip(self, parameters: list[nn.Parameter]) -> Tensor | None:
         if self._clip_grad_norm is not None:
-            return _whole(clip_grad_norm_(parameters, self._clip_grad_norm))
+            return whole(clip_grad_norm_(parameters, self._clip_grad_norm))
         if not self._skips:
             return None
-        return _whole(get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        return whole(get_total_norm([p.grad for p in parameters if p.grad is not None]))
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether this micro-batch is a step's last."""
@@ -137,7 +137,3 @@ def _divide(grads: Iterable[Tensor | None], by: float) -> None:
         for grad in grads:
             if grad is not None:
                 grad.div_(by)
-
-
-def _whole(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -30,7 +30,6 @@ from lightning.pytorch.plugins import (
     XLAPrecision,
 )
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from fxzero.errors import ConfigError, nearest
@@ -146,12 +145,6 @@ def shard(plugin: FxZeroPlugin, module: LightningModule, device: torch.device) -
             part.to(device)
     if not plugin.offload:
         module.to(device)
-
-
-def whole(value: Any) -> Any:
-    """A plain tensor of what may be one that ranks hold in parts: torch's collectives would leave
-    it as it is."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def called_by_steps(module: LightningModule) -> list[nn.Module]:

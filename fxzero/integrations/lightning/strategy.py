@@ -32,6 +32,7 @@ from fxzero.compiler.config import Config
 from fxzero.errors import CheckpointError
 from fxzero.integrations.lightning import set_up, sharded_folder, whole_file
 from fxzero.integrations.plugin import FxZeroPlugin
+from fxzero.integrations.whole import whole
 from fxzero.sharding.shard import model_state, no_sync
 
 _TIMEOUT = timedelta(minutes=30)
@@ -176,11 +177,11 @@ class FxZeroStrategy(DDPStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce what is logged; of a norm, or a penalty on weights, each rank gives the whole."""
-        return super().reduce(set_up.whole(tensor), group, reduce_op)
+        return super().reduce(whole(tensor), group, reduce_op)
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Gather a tensor of each rank; one that ranks have in parts is whole on each first."""
-        return super().all_gather(set_up.whole(tensor), group, sync_grads)
+        return super().all_gather(whole(tensor), group, sync_grads)
 
     def teardown(self) -> None:
         """Let go. The model stays sharded, where it is: it may be validated next."""

@@ -49,11 +49,7 @@ class Trained(nn.Module):
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
         """Those of the model."""
-<<<<<<< HEAD
-        yield from (module for _, module in self.whole.named_modules(None, "", remove_duplicate))
-=======
         yield from (m for _, m in self.whole.named_modules(remove_duplicate=remove_duplicate))
->>>>>>> trainer
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The trained ones, by the model's names."""

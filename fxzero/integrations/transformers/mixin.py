@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from fxzero.errors import ConfigError
 from fxzero.integrations.plugin import FxZeroPlugin
 from fxzero.integrations.transformers import arguments
 from fxzero.integrations.transformers.checkpoints import CheckpointsMixin
 from fxzero.integrations.transformers.weights import save_whole
+from fxzero.integrations.whole import whole
 from fxzero.sharding.shard import model_state, no_sync
 
 log = logging.getLogger("fxzero")
@@ -150,11 +150,11 @@ class FxZeroMixin(CheckpointsMixin):
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """The norm over all ranks, as a plain tensor."""
-        return _whole(super()._clip_grad_norm(model))
+        return whole(super()._clip_grad_norm(model))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The norm over all ranks, as a plain tensor."""
-        return _whole(super()._get_grad_norm(model, grad_norm=grad_norm))
+        return whole(super()._get_grad_norm(model, grad_norm=grad_norm))
 
     # -- evaluation
 
@@ -185,7 +185,3 @@ def _eager() -> Iterator[None]:
     """Run operator by operator: each token has shapes of its own, and would be compiled anew."""
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-def _whole(norm: Any) -> Any:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -10,44 +10,13 @@ tied.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-from fxzero import _compat
-from fxzero.checkpoint import by_name
 from fxzero.checkpoint.ranks import all_ranks
 from fxzero.integrations.transformers import adapters
-
-
-def whole_weights(
-    model: nn.Module, *, keep: bool, names: Collection[str] | None = None
-) -> dict[str, Any]:
-    """A state dict of whole tensors in the host's memory. A collective: all ranks call it alike.
-
-    Args:
-        keep: whether this rank wants them; else it only gives its parts.
-        names: which entries; None takes all.
-
-    Returns:
-        The state dict; an empty one on a rank that does not want it.
-    """
-    found: dict[str, Any] = {}
-    by_identity: dict[int, Tensor] = {}
-    with _compat.without_torch_function(), torch.no_grad():
-        for name, value in by_name.model_state(model).items():
-            if names is not None and name not in names:
-                continue
-            if not isinstance(value, Tensor):
-                found[name] = value
-                continue
-            if id(value) not in by_identity:
-                by_identity[id(value)] = _whole(value, keep)
-            found[name] = by_identity[id(value)]
-    return found if keep else {}
+from fxzero.integrations.whole import whole_weights
 
 
 def weights_to_save(model: nn.Module, *, keep: bool) -> dict[str, Any]:
@@ -80,10 +49,3 @@ def save_whole(model: Any) -> None:
         return plain(save_directory, *args, **kwargs)
 
     model.save_pretrained = save_pretrained
-
-
-def _whole(value: Tensor, keep: bool) -> Tensor:
-    tensor = value.detach()
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    return tensor.cpu() if keep else tensor.new_empty(0)
