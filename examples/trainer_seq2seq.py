@@ -7,6 +7,8 @@
 
 Pairs are Python's own documentation; without ``--model`` a tiny T5 learns them byte by byte, and
 nothing is downloaded. ``--model google/flan-t5-xl`` fine-tunes that one, by its own tokenizer.
+``--deepspeed_config ds_config.json`` trains by DeepSpeed's JSON: stage, offload, buckets, rows,
+clipping, optimizer and schedule; ``"auto"`` there is what the arguments say.
 What is left in ``--output_dir`` is a folder that ``from_pretrained`` reads.
 """
 
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
@@ -28,6 +31,7 @@ from transformers import (
     set_seed,
 )
 
+import fxzero
 from examples.docstrings import docstrings
 from fxzero.integrations.transformers import FxZeroPlugin, FxZeroSeq2SeqTrainer
 
@@ -38,6 +42,7 @@ class Arguments:
 
     model: str | None = field(default=None, metadata={"help": "name or folder; none: a tiny T5"})
     zero: int = field(default=3, metadata={"help": "ZeRO stage"})
+    deepspeed_config: str | None = field(default=None, metadata={"help": "DeepSpeed's JSON"})
     source_length: int = field(default=64, metadata={"help": "tokens of a signature, at most"})
     target_length: int = field(default=64, metadata={"help": "tokens of a docstring, at most"})
     num_eval: int = field(default=64, metadata={"help": "pairs to evaluate on"})
@@ -72,6 +77,18 @@ def encoded(tokenizer: Any, arguments: Arguments) -> list[dict[str, Any]]:
     ]
 
 
+def by_deepspeed(file: str, model: Any, args: Seq2SeqTrainingArguments) -> dict[str, Any]:
+    """What the Trainer is made with for DeepSpeed's JSON; the arguments follow it."""
+    made = fxzero.from_deepspeed(file, args=args)
+    args.per_device_train_batch_size = made.rows
+    args.gradient_accumulation_steps = made.micro_batches
+    args.max_grad_norm = made.clip_grad_norm or 0.0
+    args.bf16 = made.param_dtype is torch.bfloat16
+    optimizer = made.make_optimizer(model.parameters()) if made.make_optimizer else None
+    scheduler = made.make_scheduler(optimizer) if optimizer and made.make_scheduler else None
+    return {"fxzero": made.plugin(), "optimizers": (optimizer, scheduler)}
+
+
 def main() -> None:
     """Train, evaluate, generate, save."""
     parser = HfArgumentParser((Arguments, Seq2SeqTrainingArguments))
@@ -85,6 +102,9 @@ def main() -> None:
         model = AutoModelForSeq2SeqLM.from_pretrained(arguments.model)
     args.generation_max_length = args.generation_max_length or arguments.target_length
     data = encoded(tokenizer, arguments)
+    how: dict[str, Any] = {"fxzero": FxZeroPlugin(zero=arguments.zero)}
+    if arguments.deepspeed_config is not None:
+        how = by_deepspeed(arguments.deepspeed_config, model, args)
 
     def right_bytes(prediction: Any) -> dict[str, float]:
         """The part of tokens that are the reference's, place by place."""
@@ -103,7 +123,7 @@ def main() -> None:
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         processing_class=tokenizer,
         compute_metrics=right_bytes if args.predict_with_generate else None,
-        fxzero=FxZeroPlugin(zero=arguments.zero),
+        **how,
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.log_metrics("eval", trainer.evaluate())

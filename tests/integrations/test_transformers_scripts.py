@@ -80,15 +80,29 @@ def test_the_page_shows_the_difference() -> None:
     assert shown.startswith(wanted), f"the page should show\n{wanted}"
 
 
-@pytest.mark.exhaustive
-def test_the_seq2seq_script_generates_and_goes_on(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_the_seq2seq_script_trains_by_deepspeeds_json(tmp_path: Path, goes_on: bool) -> None:
     more = (
         "--max_steps 4 --predict_with_generate --generation_max_length 8 --save_steps 2 "
         "--source_length 16 --target_length 16 --num_eval 8 --eval_strategy steps --eval_steps 2"
     ).split()
+    said = tmp_path / "ds.json"
+    auto = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    optimizer = {"type": "AdamW", "params": auto}
+    sizes = dict.fromkeys(
+        "train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping".split(),
+        "auto",
+    )
+    zero = {"stage": 2, "reduce_bucket_size": 5e7}
+    said.write_text(json.dumps({**sizes, "zero_optimization": zero, "optimizer": optimizer}))
+    more = [*more, "--deepspeed_config", str(said)]
     folder = str(tmp_path)
     first = run("examples/trainer_seq2seq.py", "--output_dir", folder, *more, *SETTINGS)
     assert "eval_right" in first
+    assert "fxzero: ZeRO-2 over 2 ranks" in first
+    if not goes_on:
+        return
     weights = load_file(tmp_path / "model.safetensors")
     resume = ["--resume_from_checkpoint", f"{folder}/checkpoint-2"]
     run("examples/trainer_seq2seq.py", "--output_dir", folder, *more, *SETTINGS, *resume)
