@@ -204,3 +204,11 @@ def test_the_example_refuses_what_the_file_decides(name: str) -> None:
     with pytest.raises(SettingsError, match="decides that"):
         refuse_both(Said, read({}), [f"{name}=1"])  # type: ignore[arg-type]
     refuse_both(Said, read({}), ["trainer.steps=3", "fxzero.strict=true"])  # type: ignore[arg-type]
+
+
+def test_a_tools_own_loop_does_not_scale_the_loss() -> None:
+    """Gradients too small for fp16 would be zeros, without a word."""
+    said = {"train_batch_size": 2, "gradient_clipping": 1.0, "fp16": {"enabled": True}}
+    made = fxzero.from_deepspeed(said, world_size=1)
+    with pytest.raises(fxzero.ConfigError, match=r"trains in fp16, .* Say bf16"):
+        made.plugin()

@@ -89,8 +89,19 @@ class FromDeepSpeed:
         return Config.from_options(self.options)
 
     def plugin(self, mesh: DeviceMesh | None = None) -> FxZeroPlugin:
-        """The same, for a tool that makes the model and the loop by itself."""
+        """The same, for a tool that makes the model and the loop by itself.
+
+        Raises:
+            ConfigError: the configuration says what such a loop does not do: a loss scale, or what
+                whole steps alone do.
+        """
         self._check_loop("a tool's own loop")
+        if self.param_dtype is torch.float16:
+            raise ConfigError(
+                f"{self.source} trains in fp16, for which the loss is scaled, and a tool's own "
+                "loop does not do that for what fxzero computes in fp16. Say bf16 there, or train "
+                "by engine() or compile_step()."
+            )
         return FxZeroPlugin(
             zero=self.zero,
             mesh=mesh,
