@@ -53,6 +53,16 @@ HABITS = {
         zero={"zero": 1},
         settings={"callbacks": [callbacks.GradientAccumulationScheduler({0: 1, 1: 3})]},
     ),
+    "a line search": Habit(habits.LineSearched),
+    "averaged at the end": Habit(
+        settings={"callbacks": [callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)]}
+    ),
+    "stopped early": Habit(
+        settings={
+            "callbacks": [callbacks.EarlyStopping("val", patience=1, min_delta=9.0)],
+            "max_epochs": 4,
+        }
+    ),
     "a last batch that is smaller": Habit(settings={"batch": 3}),
     "anomalies are looked for": Habit(settings={"detect_anomaly": True}),
 }
