@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxzero.compiler.config import Config
 from fxzero.errors import ConfigError
 from fxzero.integrations.at_work import at_work
+from fxzero.ranks.groups import leave_at_exit
 from fxzero.sharding.shard import model_state, shard
 
 
@@ -56,6 +57,7 @@ class FxZeroPlugin:
             ShardingError: it cannot be.
             ConfigError: it is sharded already, at another stage than this asks for.
         """
+        leave_at_exit()  # the tool has joined the group, and may not leave it
         state = model_state(model)
         if state is None:
             return shard(

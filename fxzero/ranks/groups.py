@@ -124,7 +124,7 @@ def init_distributed(
         device_id=device,
         timeout=_timeout_of(backend),
     )
-    atexit.register(_leave)
+    leave_at_exit()
     return dist.group.WORLD
 
 
@@ -162,9 +162,14 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def leave_at_exit() -> None:
+    """Leave all process groups at the end of a script that has not failed: gloo's threads abort
+    some clean exits otherwise."""
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+
+
 def _leave() -> None:
-    """Leave the group that was joined here at the end of a script that has not failed: gloo's
-    threads abort some clean exits otherwise."""
     if not hasattr(sys, "last_value"):
         leave()
 
