@@ -23,6 +23,11 @@ class Heard:
     """For how long it has said nothing."""
 
 
+_SILENT_BEATS = 3
+"""A rank that has said nothing for so long is silent. Others are heard from a wait's `look` on:
+of the shortest timeout that leaves three and a half beats."""
+
+
 def overdue(mine: Status, rank: int, others: Mapping[int, Heard], size: int, limits: Limits) -> str:
     """What has kept a rank waiting for as long as its timeout; empty if it may go on waiting.
 
@@ -66,7 +71,7 @@ def _sort(
     arrived, missing = [rank], []
     for other in (r for r in range(size) if r != rank):
         heard = others.get(other, Heard(Status(), math.inf))
-        silent = heard.silent_s > 4 * limits.beat
+        silent = heard.silent_s > _SILENT_BEATS * limits.beat
         is_there = (heard.status.kind, heard.status.name) == (mine.kind, mine.name)
         if is_there and not silent and not heard.status.ended:
             arrived.append(other)

@@ -96,9 +96,10 @@ def test_a_rank_that_does_not_come(tmp_path: Path, fault: str, timeout_s: float)
     else:
         assert "is busy at" in message
         assert "in loop_for_ever: time.sleep(0.1)" in message
-        # … which says so itself, and ends: its threads, and why.
+        # … which says so itself, its threads and why, and ends: unless torchrun was quicker.
         assert "Rank 1 is here:" in logged
-        assert "rank 1 is where no error reaches it, and ends here" in logged
+        by_itself = "rank 1 is where no error reaches it, and ends here"
+        assert by_itself in logged or "Signal 15 (SIGTERM) received" in logged
     assert "Rank 0 is here:" in logged
     assert re.search(r"Line \d+ of \d+ of the schedule that runs:\n(.*\n)*--> ", logged)
     record = tmp_path / "records" / "rank_0"
