@@ -149,6 +149,9 @@ def refuse_other_shapes(func: Callable[..., Any]) -> None:
 def gathered(tensor: DTensor) -> Tensor:
     """The whole value, in memory of its own."""
     with without_torch_function(), torch.no_grad():
+        if not is_sharded(tensor) and not any(p.is_partial() for p in tensor.placements):
+            # Every rank has it. ``torch.tensor([norm, …])`` asks where DTensor does not dispatch.
+            return local_tensor(tensor).detach().clone()
         detached = cast(DTensor, tensor.detach())
         return detached.full_tensor().clone()
 

@@ -56,6 +56,19 @@ class Sums(Module):
         return self.norm(logits.flatten(0, 1)).view_as(logits)
 
 
+class ChildSums(Module):
+    """Whose steps call children with buffers, and not the forward of the whole."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.net = nn.Sequential(self.model, nn.Flatten(0, 1), nn.BatchNorm1d(WORDS))
+
+    def loss(self, batch: Any) -> Tensor:
+        """Of predicting each next word."""
+        (tokens,) = batch
+        return F.cross_entropy(self.net(tokens[:, :-1]), tokens[:, 1:].flatten())
+
+
 class Measures(Module):
     """With metrics of torchmetrics, in a child, a list and a collection; one has a network."""
 

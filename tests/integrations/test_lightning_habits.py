@@ -34,6 +34,7 @@ HABITS = {
     "its child is called": Habit(habits.CallsItsChild),
     "parts are touched": Habit(habits.TouchesParts),
     "buffers change": Habit(habits.Sums),
+    "buffers of a child change": Habit(habits.ChildSums),
     "metrics": Habit(habits.Measures),
     "two optimizers by hand": Habit(habits.Adversaries, ddp=UNUSED),
     "two optimizers by hand, zero 1": Habit(habits.Adversaries, {"zero": 1}, ddp=UNUSED),
@@ -68,7 +69,12 @@ HABITS = {
 }
 
 
-ALWAYS = ("parts are touched", "metrics", "two optimizers by hand, zero 1")
+ALWAYS = (
+    "parts are touched",
+    "buffers of a child change",
+    "metrics",
+    "two optimizers by hand, zero 1",
+)
 """The others are tried before a release: each compiles a model, to train it and to validate it."""
 
 

@@ -33,6 +33,7 @@ from fxzero.errors import CheckpointError
 from fxzero.integrations.lightning import set_up, sharded_folder, whole_file
 from fxzero.integrations.plugin import FxZeroPlugin
 from fxzero.integrations.whole import whole
+from fxzero.sharding.buffers import sync_buffers
 from fxzero.sharding.shard import model_state, no_sync
 
 _TIMEOUT = timedelta(minutes=30)
@@ -174,6 +175,15 @@ class FxZeroStrategy(DDPStrategy):
         keeps = state is not None and state.zero < 2
         with no_sync(self.lightning_module) if keeps else nullcontext():
             yield
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own; buffers that it has changed are then rank 0's, as under DDP, also where
+        it calls a child and not the forward of the whole."""
+        output = super().training_step(*args, **kwargs)
+        state = model_state(self.lightning_module)
+        if state is not None:
+            sync_buffers(state)
+        return output
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce what is logged; of a norm, or a penalty on weights, each rank gives the whole."""
