@@ -122,6 +122,8 @@ class ClipGrads(Pass):
 
     max_norm: float | None = None
     """Largest 2-norm of all gradients together; None does not clip."""
+    measure: bool = False
+    """Take the norm though nothing is clipped."""
     unscale: bool = False
     """The loss was scaled: see `fxzero.Precision`."""
     stop_unless_finite: bool = False
@@ -138,7 +140,7 @@ class ClipGrads(Pass):
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
         assert ctx.optimizer is not None
-        if self.max_norm is None and not self.unscale and not self.stop_unless_finite:
+        if not (self.max_norm or self.measure or self.unscale or self.stop_unless_finite):
             return Notes()
         chosen = ready_together(graph, ctx.optimizer)
         found = {key for ready in chosen for key in ready.keys}
@@ -156,7 +158,9 @@ class ClipGrads(Pass):
             names = [graph.specs[key].name for key in order]
             if self.stop_unless_finite and not self.unscale:
                 total = call(updates.stop_unless_finite, total, every, names)
-            elif not self.unscale:  # with a loss scale, such a step is skipped: a matter of course
+            elif (
+                self.max_norm is not None and not self.unscale
+            ):  # with a loss scale, such a step is skipped: a matter of course
                 total = call(Finite(names), total, every)
             if self.stop_unless_finite or self.unscale:
                 graph.skip = call(updates.is_not_finite, total)

@@ -10,6 +10,7 @@ anything runs: see `fxzero.compiler.run`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -123,7 +124,7 @@ def step_passes(
     """The passes of a graph that ends in the update.
 
     Args:
-        max_norm: what gradients are clipped to.
+        max_norm: what gradients are clipped to; infinity takes their norm alone.
         scaled: whether the loss is scaled.
         unroll: why the graph must hold all micro-batches; empty if it need not.
         pipelined: whether the model is in stages.
@@ -141,7 +142,12 @@ def step_passes(
         ),
         Accumulate(micro_batches, unroll),
         SplitStages(config.order_micro_batches.schedule, micro_batches),
-        ClipGrads(max_norm=max_norm, unscale=scaled, stop_unless_finite=stop),
+        ClipGrads(
+            max_norm=None if max_norm == math.inf else max_norm,
+            measure=max_norm == math.inf,
+            unscale=scaled,
+            stop_unless_finite=stop,
+        ),
         JoinCopies(config.offload_params.in_flight),
         OffloadDisk(config.host_budget_bytes, config.host_budget, config.disk),
     ]

@@ -42,13 +42,29 @@ class FxZeroPlugin:
     """The compiler's, as of ``torch.compile(backend="fxzero", options=…)``."""
     compile: bool = True
     """False runs the sharded model as it is, one operator after another: for a debugger."""
+    whole_step: bool = False
+    """Compile a training step, from forward to update, as one graph: `fxzero.compile_step`. For
+    tools that own the loop and let it be replaced: `integrations.transformers.FxZeroMixin`."""
 
     def __post_init__(self) -> None:
         if type(self.zero) is not int or self.zero not in (0, 1, 2, 3):
             raise ConfigError(f"zero={self.zero!r} is no ZeRO stage. Pass 0, 1, 2 or 3.")
         if self.options is not None and not self.compile:
             raise ConfigError("options= are the compiler's, and compile=False: leave out one.")
+        if self.whole_step and not self.compile:
+            raise ConfigError(
+                "whole_step=True is one compiled graph, and compile=False: leave out one."
+            )
         Config.from_options(self.options)
+
+    def refuse_whole_step(self, tool: str, why: str) -> None:
+        """Refuse it under a tool that calls backward and update itself.
+
+        Raises:
+            ConfigError: it is asked for.
+        """
+        if self.whole_step:
+            raise ConfigError(f"FxZeroPlugin(whole_step=True) under {tool}: {why}. Leave it out.")
 
     def shard(self, model: nn.Module) -> nn.Module:
         """Shard a model in place, unless it is sharded already.
@@ -77,10 +93,14 @@ class FxZeroPlugin:
 
     def compile_forward(self, model: nn.Module) -> None:
         """Compile a model's forward in place: names in its state dict stay as they are."""
+        options = self.options
+        if self.whole_step and Config.from_options(options).offloads:
+            options = None  # a step's; what evaluates holds nothing from one call to the next
         if self.compile:
-            model.compile(backend="fxzero", options=self.options)
+            model.compile(backend="fxzero", options=options)
 
     def sentence(self, model: nn.Module) -> str:
         """The line that says what became of a model."""
         how = "compiled by torch.compile" if self.compile else "not compiled (compile=False)"
+        how = "training steps compiled whole" if self.whole_step else how
         return at_work(model, how)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ class LoopStep:
     Args:
         loss: computes the loss of one micro-batch from its arguments.
         parameters: those that the optimizer updates, by name.
-        clip_grad_norm: the largest norm of all gradients, None not to clip.
+        clip_grad_norm: the largest norm of all gradients; infinity takes it alone, None neither.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class LoopStep:
         if stop:
             stop_unless_finite(norm, norms, list(trained))
         skip = ~torch.isfinite(norm) if loss_scale is not None else None
-        if self.clip_grad_norm is not None:
+        if self.clip_grad_norm is not None and math.isfinite(self.clip_grad_norm):
             factor: Tensor | None = clip_coefficient(norm, self.clip_grad_norm, inverse)
         else:
             factor = inverse

@@ -17,6 +17,7 @@ def loss_function(
     micro_batches: int,
     fp32_loss: bool,
     find_loss: Callable[[Any], Any] | None = None,
+    call: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """The loss of the first of some micro-batches, as a function of the whole batch.
 
@@ -25,8 +26,10 @@ def loss_function(
             its loss.
         fp32_loss: whether `loss_fn` gets a low-precision output as fp32.
         find_loss: what finds the loss in the model's output, if not `loss_of`.
+        call: what gets the batch in the model's place, and calls the model.
     """
     find = find_loss or loss_of
+    forward = call or model
 
     def first(value: Any) -> Any:
         if isinstance(value, Tensor) and value.dim() > 0:
@@ -43,9 +46,9 @@ def loss_function(
         if micro_batches > 1:
             batch, kwargs = pytree.tree_map(first, (batch, kwargs))
         if loss_fn is None:
-            found = find(model(*batch, **kwargs))
+            found = find(forward(*batch, **kwargs))
         else:
-            output = model(*batch[:-1], **kwargs)
+            output = forward(*batch[:-1], **kwargs)
             if fp32_loss:
                 output = pytree.tree_map(widen, output)
             found = loss_fn(output, batch[-1])

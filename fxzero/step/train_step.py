@@ -62,8 +62,8 @@ class StepOutput:
     loss: Tensor
     """This rank's mean loss over the micro-batches; 0-d, without gradient."""
     grad_norm: Tensor | None
-    """2-norm of all gradients before clipping, equal on all ranks; 0-d. None unless the step
-    clips, scales its loss, or stops at gradients that are not finite."""
+    """2-norm of all gradients before clipping, equal on all ranks; 0-d. None unless the step has a
+    ``clip_grad_norm``, scales its loss, or stops at gradients that are not finite."""
     learning_rates: tuple[float, ...]
     """What this step updated each parameter group with."""
     skipped: bool
@@ -109,7 +109,7 @@ def compile_step(
             Gradients are those of the mean of the parts' losses. What the forward does to
             Python objects happens once a step, what it does to buffers in every part.
         clip_grad_norm: the largest 2-norm of the gradients of all parameters that the
-            optimizer has.
+            optimizer has; ``math.inf`` takes the norm for `StepOutput`, and clips nothing.
         precision: ``"bf16"``, ``"fp16"`` (with loss scaling), a dtype, or a `Precision`. The
             default is what `fxzero.shard` was told.
         scheduler: a learning-rate scheduler to step after every step that was not skipped.
@@ -147,6 +147,7 @@ class TrainStep:
         scheduler: LRScheduler | None,
         config: Config,
         find_loss: Callable[[Any], Any] | None = None,
+        call: Callable[..., Any] | None = None,
         runs: bool = True,
     ) -> None:
         """See `compile_step`.
@@ -154,6 +155,8 @@ class TrainStep:
         Args:
             find_loss: what finds the loss in what the model returns, for those who look at models
                 that return something else.
+            call: what gets the batch in the model's place, for tools that have a function of model
+                and batch. It calls the model, and returns what the model would.
             runs: whether its graph runs once it is compiled; somebody may only look at it.
         """
         self._runs = runs
@@ -193,6 +196,7 @@ class TrainStep:
         self._modules = list(model.modules())
         self._loss_fn = loss_fn
         self._find_loss = find_loss
+        self._call = call
         self._fp32_loss = precision.fp32_loss
         self._structure: object = None
         self._loss: Callable[..., Any] | None = None
@@ -499,7 +503,9 @@ class TrainStep:
     def _loss_function(self, whole: bool = False) -> Any:
         """What Dynamo traces: the loss of the first micro-batch, or of the `whole` batch."""
         count = 1 if whole else self._micro_batches
-        return loss_function(self.model, self._loss_fn, count, self._fp32_loss, self._find_loss)
+        return loss_function(
+            self.model, self._loss_fn, count, self._fp32_loss, self._find_loss, self._call
+        )
 
     def _new_layout(self) -> OptimizerLayout:
         """What updates which parameter."""

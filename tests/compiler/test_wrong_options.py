@@ -271,7 +271,7 @@ def test_torch_compile_refuses_at_the_first_call(options: Any, _message: str) ->
         ({"clip_grad_norm": 0}, "clip_grad_norm=0 must be a positive number, or None"),
         ({"clip_grad_norm": -1.0}, "clip_grad_norm=-1.0 must be a positive number"),
         ({"clip_grad_norm": math.nan}, "clip_grad_norm=nan must be a positive number"),
-        ({"clip_grad_norm": math.inf}, "clip_grad_norm=inf must be a positive number"),
+        ({"clip_grad_norm": -math.inf}, "clip_grad_norm=-inf must be a positive number"),
         ({"clip_grad_norm": "1"}, "clip_grad_norm='1' must be a positive number"),
         ({"clip_grad_norm": True}, "clip_grad_norm=True must be a positive number"),
         ({"precision": "fp8"}, "fp8"),

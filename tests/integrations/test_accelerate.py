@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 from tests.integrations.accelerate_runs import Loop, Ran, reduces, run, saves
+from tests.integrations.peaks import held_bytes
 from tests.parity.harness import Pools
 
 
@@ -108,3 +109,11 @@ def test_hooks_limits_and_whole_weights(ranks: Pools, tmp_path: Path) -> None:
         )
         for name, value in model.state_dict().items():
             assert torch.equal(value, found[0]["weights"][name])
+
+
+@pytest.mark.exhaustive
+def test_zero_3_holds_at_most_six_tenths_of_what_ddp_does() -> None:
+    """Where states are nearly all there is; resident memory above that of the imports."""
+    ddp, ours = (held_bytes("tests.integrations.accelerate_peak", name) for name in ("ddp", "3"))
+    print(f"DDP {ddp / 1e6:.0f} MB, ZeRO-3 {ours / 1e6:.0f} MB: {ours / ddp:.2f}")
+    assert ours <= 0.6 * ddp

@@ -85,6 +85,25 @@ def in_turn(zero: int | None) -> tuple[list[Any], dict[str, Tensor], dict[str, T
         return losses, _state(accelerator.unwrap_model(made)), accelerator.get_state_dict(judge)
 
 
+def gathered(zero: int | None) -> list[Tensor]:
+    """Job: what people gather of gradients, to log it."""
+    with as_launched():
+        torch.manual_seed(0)
+        accelerator = make(Loop(zero=zero, accumulate=1))
+        model, loader = accelerator.prepare(nn.Linear(4, 6), DataLoader(_data(), 4))
+        x, y = next(iter(loader))
+        accelerator.backward(((model(x) - y) ** 2).mean())
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        weight = accelerator.unwrap_model(model).weight
+        both = accelerator.gather((norm, {"gradient": weight.grad}))
+        return [
+            both[0],
+            both[1]["gradient"],
+            accelerator.gather_for_metrics(weight.grad.norm().detach()),
+            accelerator.reduce(weight.grad, "mean"),
+        ]
+
+
 def on_meta() -> list[Tensor]:
     """Job: what each rank says that a model made without memory has become."""
     with as_launched():
@@ -116,6 +135,15 @@ def test_two_models_that_train_in_turn(ranks: Pools, zero: int) -> None:
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_gathered_of_gradients_is_plain(ranks: Pools) -> None:
+    """And whole, on each rank, as under DDP."""
+    wanted, found = (ranks(2).run(gathered, z) for z in (None, 3))
+    for theirs, ours in zip(wanted, found, strict=True):
+        for value, other in zip(ours, theirs, strict=True):
+            assert type(value) is Tensor
+            torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_made_without_memory(ranks: Pools) -> None:

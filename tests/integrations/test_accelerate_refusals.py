@@ -30,6 +30,7 @@ BF16 = FxZeroPlugin(param_dtype=torch.bfloat16)
         ({"dynamo_backend": "inductor"}, {}, "dynamo_backend='inductor'"),
         ({}, {"ACCELERATE_DYNAMO_BACKEND": "EAGER"}, "dynamo_backend='eager'"),
         ({"mixed_precision": "fp8"}, {}, "fp8"),
+        ({"fxzero": FxZeroPlugin(whole_step=True)}, {}, r"call fxzero\.compile_step"),
         ({"mixed_precision": "bf16", "fxzero": BF16}, {}, "leave out one of the two"),
         (
             {"kwargs_handlers": [DistributedDataParallelKwargs(bucket_cap_mb=1)]},

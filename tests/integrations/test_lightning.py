@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.integrations.lightning_runs import Fitted, fit, run_example
+from tests.integrations.peaks import held_bytes
 from tests.parity.harness import Pools
 from tests.tiers import exhaustive
 
@@ -65,26 +66,12 @@ def test_a_run_that_stops_half_way_goes_on_as_if_it_had_not(
     assert_same(second, under_ddp)
 
 
-def held_bytes(name: str) -> int:
-    """The largest peak of two ranks that torchrun starts."""
-    command = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 -m"
-    module = "tests.integrations.lightning_peak"
-    run = subprocess.run(
-        [*command.split(), module, name],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return max(int(line.split()[1]) for line in run.stdout.splitlines() if "peak" in line)
-
-
 @pytest.mark.exhaustive
 def test_zero_3_holds_at_most_six_tenths_of_what_ddp_does() -> None:
     """Where states are nearly all there is; resident memory above that of the imports."""
-    ddp = held_bytes("ddp")
-    ours = held_bytes("fxzero")
+    ddp, ours = (
+        held_bytes("tests.integrations.lightning_peak", name) for name in ("ddp", "fxzero")
+    )
     print(f"DDP {ddp / 1e6:.0f} MB, ZeRO-3 {ours / 1e6:.0f} MB: {ours / ddp:.2f}")
     assert ours <= 0.6 * ddp
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import DoublePrecision, FSDPPrecision, MixedPrecision
 from lightning.pytorch.strategies import StrategyRegistry
@@ -14,6 +15,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 import fxzero
 from fxzero.errors import ConfigError
 from fxzero.integrations.lightning import FxZeroStrategy
+from tests.integrations.lightning_habits import LineSearched
 from tests.integrations.lightning_runs import Module, try_to_fit
 from tests.parity.harness import Pools
 
@@ -74,3 +76,13 @@ def test_what_would_go_wrong_in_silence_is_refused(ranks: Pools, tmp_path: Path)
     ):
         found = ranks(2).run(try_to_fit, {"zero": 3}, str(tmp_path), **settings)
         assert all("ConfigError" in text and said in text for text in found), found
+
+
+def test_a_state_that_cannot_be_resumed_is_not_saved(ranks: Pools, tmp_path: Path) -> None:
+    """Of LBFGS; its weights alone may be."""
+    searched = {"make": LineSearched, "max_steps": 2, "enable_checkpointing": True}
+    found = ranks(2).run(try_to_fit, {"zero": 3}, str(tmp_path), **searched)
+    assert all("CheckpointError" in text and "save_weights_only=True" in text for text in found)
+    saver = ModelCheckpoint(tmp_path / "weights", save_weights_only=True)
+    found = ranks(2).run(try_to_fit, {"zero": 3}, str(tmp_path), **searched, callbacks=[saver])
+    assert found == ["nothing was said"] * 2

@@ -29,9 +29,11 @@ from fxzero.integrations.transformers import (
     FxZeroTrainer,
 )
 from fxzero.integrations.whole import whole_weights
+from fxzero.step.train_step import TrainStep
 
 CHEAP = {"lower_regions": {"backend": "eager"}}
 """Inductor is tested elsewhere."""
+_CALL = TrainStep.__call__
 LOGGED = ("loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_tokens", "step")
 
 
@@ -63,6 +65,8 @@ class Ran:
     files: list[str]
     reduces: int
     """How many times gradients were reduced, if fxzero counts."""
+    whole_steps: int
+    """How many updates were one graph with their forward."""
 
 
 SETTINGS: dict[str, Any] = {
@@ -275,18 +279,21 @@ def train(run: Run, folder: str, **more: Any) -> Ran:
     """Train, and say what came of it."""
     with as_torchrun_says():
         trainer = make_trainer(run, folder, **more)
-        trainer.train(resume_from_checkpoint=run.resume)
-        return ran(trainer, folder)
+        with mock.patch.object(TrainStep, "__call__", autospec=True, side_effect=_CALL) as whole:
+            trainer.train(resume_from_checkpoint=run.resume)
+        return ran(trainer, folder, whole.call_count)
 
 
-def ran(trainer: Trainer, folder: str) -> Ran:
+def ran(trainer: Trainer, folder: str, whole_steps: int = 0) -> Ran:
     """What a trainer has logged, and the weights that it has made."""
     logs = [{k: v for k, v in line.items() if k in LOGGED} for line in trainer.state.log_history]
     model = trainer.model
     state = fxzero.sharding.shard.model_state(model)
     reduces = 0 if state is None else fxzero.report(model).num_reduces
     files = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
-    return Ran(json.loads(json.dumps(logs)), whole_weights(model, keep=True), files, reduces)
+    return Ran(
+        json.loads(json.dumps(logs)), whole_weights(model, keep=True), files, reduces, whole_steps
+    )
 
 
 def assert_same(found: Ran, wanted: Ran, within: float, since: int = 0) -> None:

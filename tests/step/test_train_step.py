@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -110,7 +112,7 @@ def notes() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("clip", [None, 0.5, math.inf])
 def test_bitwise(micro_batches: int, clip: float | None) -> None:
     """Dropout, running statistics, tied weights, accumulation and clipping, as in the loop."""
     mine, theirs = make(), make()
@@ -129,6 +131,29 @@ def test_bitwise(micro_batches: int, clip: float | None) -> None:
     expected = eager_steps(theirs, other, micro_batches, clip)
     assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
     assert_bitwise(tensors(mine, optimizer), tensors(theirs, other))
+
+
+@pytest.mark.parametrize("several_graphs", [False, True])
+def test_a_norm_is_taken_though_nothing_is_clipped(several_graphs: bool) -> None:
+    """An infinite limit, as of torch's clip_grad_norm_; a gradient that is none stops nobody."""
+    mine = nn.Linear(3, 2)
+    optimizer = SGD(mine.parameters(), lr=0.1)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if several_graphs:
+            torch._dynamo.graph_break()
+        return (output * target).sum()
+
+    step = fxzero.compile_step(mine, optimizer, loss, clip_grad_norm=math.inf, options=EAGER)
+    before = mine.weight.detach().clone()
+    told = pytest.warns(fxzero.FxZeroWarning) if several_graphs else contextlib.nullcontext()
+    with told:
+        output = step(torch.ones(4, 3), torch.ones(4, 2))
+    gradients = torch.full((2, 3 + 1), 4.0)
+    torch.testing.assert_close(output.grad_norm, torch.linalg.vector_norm(gradients))
+    torch.testing.assert_close(before - mine.weight, torch.full((2, 3), 0.4))
+    assert step(torch.ones(4, 3), torch.full((4, 2), math.nan)).grad_norm.isnan()
+    assert mine.weight.isnan().all()
 
 
 class Shifted(nn.Module):

@@ -19,6 +19,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import is_compiled_module
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fxzero.errors import ConfigError
 from fxzero.integrations.accelerate.refusals import (
@@ -28,8 +29,9 @@ from fxzero.integrations.accelerate.refusals import (
 )
 from fxzero.integrations.accelerate.saved_state import Trained, trained
 from fxzero.integrations.plugin import FxZeroPlugin
-from fxzero.integrations.whole import whole_weights
+from fxzero.integrations.whole import whole, whole_weights
 from fxzero.sharding.shard import model_state, no_sync
+from fxzero.sharding.whole_value import replaced
 
 _REDUCES_ONCE = 1
 """The highest stage at which full gradients outlive a micro-batch."""
@@ -56,6 +58,9 @@ class FxZeroAccelerator(Accelerator):
     def __init__(self, *args: Any, fxzero: FxZeroPlugin | None = None, **kwargs: Any) -> None:
         """See the class."""
         self.fxzero = fxzero if fxzero is not None else FxZeroPlugin()
+        self.fxzero.refuse_whole_step(
+            "accelerate", "the loop is your own: call fxzero.compile_step, or leave it as it is"
+        )
         given = inspect.signature(Accelerator.__init__).bind(self, *args, **kwargs).arguments
         refuse_other_engines(given)
         refuse_precision(asked_precision(given), self.fxzero)
@@ -147,6 +152,15 @@ class FxZeroAccelerator(Accelerator):
             )
         with super().join_uneven_inputs(joinables, even_batches):
             yield
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather a tensor of each rank; one that ranks have in parts is whole on each first, as a
+        gradient, or its norm, would be under DDP."""
+        return super().gather(replaced(tensor, DTensor, whole))
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce a tensor over ranks; see `gather`."""
+        return super().reduce(replaced(tensor, DTensor, whole), reduction, scale)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The full state dict, on the CPU of the main process; elsewhere it is empty.

@@ -88,14 +88,19 @@ class FromDeepSpeed:
         """The compiler's options for whole steps, as settings."""
         return Config.from_options(self.options)
 
-    def plugin(self, mesh: DeviceMesh | None = None) -> FxZeroPlugin:
+    def plugin(self, mesh: DeviceMesh | None = None, *, whole_step: bool = False) -> FxZeroPlugin:
         """The same, for a tool that makes the model and the loop by itself.
+
+        Args:
+            mesh: as of `shard`.
+            whole_step: one graph to the update, for tools that can: see `FxZeroPlugin`.
 
         Raises:
             ConfigError: the configuration says what such a loop does not do: a loss scale, or what
                 whole steps alone do.
         """
-        self._check_loop("a tool's own loop")
+        if not whole_step:
+            self._check_loop("a tool's own loop")
         if self.param_dtype is torch.float16:
             raise ConfigError(
                 f"{self.source} trains in fp16, for which the loss is scaled, and a tool's own "
@@ -108,7 +113,8 @@ class FromDeepSpeed:
             param_dtype=self.param_dtype,
             reduce_dtype=self.reduce_dtype,
             offload=self.offload,
-            options=self.loop_options,
+            options=self.options if whole_step else self.loop_options,
+            whole_step=whole_step,
         )
 
     def shard(self, model: nn.Module, *, mesh: DeviceMesh | None = None) -> nn.Module:

@@ -221,8 +221,14 @@ class FxZeroStrategy(DDPStrategy):
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's state, as the model's."""
-        state: dict[str, Any] = getattr(optimizer, "optimizer", optimizer).state_dict()
+        """An optimizer's state, as the model's.
+
+        Raises:
+            CheckpointError: it cannot be loaded again.
+        """
+        inner = getattr(optimizer, "optimizer", optimizer)
+        whole_file.refuse_flat(inner)
+        state: dict[str, Any] = inner.state_dict()
         return state if self.save_distributed_checkpoint else whole_file.gathered(state)
 
     def save_checkpoint(

@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from fxzero._compat import dtensor_like
 from fxzero.checkpoint.random_state import RandomState
 from fxzero.checkpoint.values import decode, encode
+from fxzero.errors import CheckpointError
 from fxzero.runtime.delayed import use_gradients
 from fxzero.sharding.shard_state import rows_here
 from fxzero.sharding.whole_value import replaced
@@ -44,6 +45,21 @@ def gathered(state: dict[str, Any]) -> dict[str, Any]:
     for name, value in state.items():
         state[name] = replaced(value, DTensor, _gather)
     return state
+
+
+def refuse_flat(optimizer: Optimizer) -> None:
+    """Refuse a state that is not laid out as the parameters are, of which ranks have parts.
+
+    Raises:
+        CheckpointError: it is that of LBFGS.
+    """
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    if isinstance(optimizer, LBFGS) and any(isinstance(p, DTensor) for p in parameters):
+        raise CheckpointError(
+            "LBFGS keeps vectors over all parameters, of which each rank has its own rows: "
+            "no checkpoint can be resumed from them. Save weights alone "
+            "(ModelCheckpoint(save_weights_only=True)), or train by LBFGS with zero=0."
+        )
 
 
 def _gather(tensor: DTensor) -> Tensor:

@@ -127,7 +127,7 @@ def _refuse_precision(args: Any, plugin: FxZeroPlugin) -> None:
         raise ConfigError(
             "fp16=True scales the loss by accelerate's GradScaler, which looks for infinite "
             "gradients on each rank by itself. Use bf16=True, or the whole step with a loss scale: "
-            "fxzero.compile_step(…, loss_scale=…)."
+            "fxzero.compile_step(…, precision='fp16')."
         )
     for name in ("fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name, False):

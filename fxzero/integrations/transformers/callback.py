@@ -45,6 +45,10 @@ class FxZeroCallback(TrainerCallback):
             ShardingError: a model that cannot be sharded.
         """
         model = kwargs["model"]
+        self.fxzero.refuse_whole_step(
+            "FxZeroCallback",
+            "a callback cannot replace what Trainer does in a step: use FxZeroMixin",
+        )
         arguments.check_arguments(args, self.fxzero)
         _refuse_what_needs_the_mixin(args)
         arguments.check_optimizer_name(args, self.fxzero.zero)

@@ -3,7 +3,8 @@
     Trainer(model, args, …)                     the model is sharded in place, and compiled
       train
         prepare                                 no DistributedDataParallel, no .to(device)
-        training_step                           no_sync at ZeRO 0 and 1; autocast of bf16
+        training_step                           no_sync at ZeRO 0 and 1; autocast of bf16; or, with
+                                                whole_step=True, one graph to the update
         save_model, _save_…, _load_…            see `checkpoints`
       evaluate, predict                         generate: as many forwards on every rank
 
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -28,6 +30,7 @@ from fxzero.integrations.plugin import FxZeroPlugin
 from fxzero.integrations.transformers import arguments
 from fxzero.integrations.transformers.checkpoints import CheckpointsMixin
 from fxzero.integrations.transformers.weights import save_whole
+from fxzero.integrations.transformers.whole_step import WholeSteps
 from fxzero.integrations.whole import whole
 from fxzero.sharding.shard import model_state, no_sync
 
@@ -54,6 +57,7 @@ class FxZeroMixin(CheckpointsMixin):
             raise ConfigError(f"fxzero={fxzero!r}: give FxZeroPlugin(zero=…)")
         self.fxzero = fxzero if fxzero is not None else FxZeroPlugin()
         self._may_shard = False
+        self._whole: WholeSteps | None = WholeSteps(self) if self.fxzero.whole_step else None
         super().__init__(*args, **kwargs)
         self._may_shard = True
         self._make_ready(self.model)
@@ -117,11 +121,31 @@ class FxZeroMixin(CheckpointsMixin):
 
     # -- the step
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of an update, seen before the first is trained on."""
+        batches, count = super().get_batch_samples(*args, **kwargs)
+        if self._whole is not None:
+            self._whole.look_at(batches)
+        return batches, count
+
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Reduce gradients where DistributedDataParallel would: in the last micro-batch."""
+        if self._whole is not None and self._whole.takes_next:
+            return self._training_step_of_whole(*args, **kwargs)
         with self._reducing():
             loss: Tensor = super().training_step(*args, **kwargs)
         return loss
+
+    def _training_step_of_whole(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """What Trainer's does, but for what the graph does."""
+        assert self._whole is not None
+        model.train()
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        return self._whole.train(self._prepare_inputs(inputs), num_items_in_batch)
 
     def _reducing(self) -> contextlib.AbstractContextManager[None]:
         """At ZeRO 2 and 3 every micro-batch is reduced: no full gradient outlives it."""
@@ -150,10 +174,14 @@ class FxZeroMixin(CheckpointsMixin):
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """The norm over all ranks, as a plain tensor."""
+        if self._whole is not None and self._whole.last is not None:
+            return self._whole.last.grad_norm
         return whole(super()._clip_grad_norm(model))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The norm over all ranks, as a plain tensor."""
+        if self._whole is not None and self._whole.last is not None:
+            return self._whole.last.grad_norm
         return whole(super()._get_grad_norm(model, grad_norm=grad_norm))
 
     # -- evaluation
