@@ -7,9 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
 
+from fxzero.errors import ConfigError
 from fxzero.integrations.transformers import FxZeroCallback, FxZeroPlugin
-from tests.integrations.trainer_runs import CHEAP, Ran, Run, assert_same, train
+from fxzero.integrations.whole import whole_weights
+from tests.integrations.trainer_runs import (
+    CHEAP,
+    Ran,
+    Run,
+    as_torchrun_says,
+    assert_same,
+    make_trainer,
+    train,
+)
 from tests.parity.harness import Pools
 
 SAVING = {"save_strategy": "steps", "save_steps": 10}
@@ -131,6 +143,35 @@ def test_activations_are_checkpointed(ranks: Pools, tmp_path: Path, model: str) 
     _both(ranks, tmp_path, run, 3, 1e-5)
 
 
+class _Writes(TrainerCallback):
+    """Lets the model write, as people do to see how far it is."""
+
+    def on_train_end(self, args: Any, *_: Any, model: Any = None, **__: Any) -> None:
+        """Ranks write texts of other lengths."""
+        model.eval()
+        rank = args.process_index
+        prompt = torch.arange(1, 6)[None]
+        self.text = model.generate(
+            prompt, max_new_tokens=3 + 4 * rank, do_sample=False, pad_token_id=0
+        )
+
+
+def _written(run: Run, folder: str) -> list[int]:
+    writer = _Writes()
+    train(run, folder, callbacks=[writer])
+    written: list[int] = writer.text[0].tolist()
+    return written
+
+
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
+def test_a_callback_may_generate_on_all_ranks(ranks: Pools, tmp_path: Path, zero: int) -> None:
+    args = {"max_steps": 3, "eval_strategy": "no"}
+    wanted = ranks(2).run(_written, Run("llama", args=args), str(tmp_path / "ddp"))
+    found = ranks(2).run(_written, Run("llama", zero=zero, args=args), str(tmp_path / "fxzero"))
+    assert [len(text) for text in found] == [8, 12]
+    assert found == wanted
+
+
 def _with_callback(run: Run, folder: str) -> Ran:
     callback = FxZeroCallback(FxZeroPlugin(zero=3, options=CHEAP))
     return train(run, folder, callbacks=[callback])
@@ -142,3 +183,41 @@ def test_a_callback_trains_as_ddp_does(ranks: Pools, tmp_path: Path) -> None:
     found = ranks(2).run(_with_callback, run, str(tmp_path / "callback"))[0]
     assert found.reduces > 0
     assert_same(found, wanted, 1e-5)
+
+
+def test_a_callback_generates_in_evaluation(ranks: Pools, tmp_path: Path) -> None:
+    args = {
+        "max_steps": 4,
+        "eval_steps": 4,
+        "predict_with_generate": True,
+        "generation_max_length": 8,
+    }
+    run = Run("t5", args=args)
+    wanted = _train(ranks, tmp_path / "ddp", run)
+    found = ranks(2).run(_with_callback, run, str(tmp_path / "callback"))[0]
+    assert_same(found, wanted, 1e-4)
+
+
+def _saved_by_callback(run: Run, folder: str) -> str:
+    """Weights by the model's own call; and what the Trainer's says."""
+    with as_torchrun_says():
+        callback = FxZeroCallback(FxZeroPlugin(zero=3, options=CHEAP))
+        trainer = make_trainer(run, folder, callbacks=[callback])
+        trainer.train()
+        trainer.model.save_pretrained(f"{folder}/saved")
+        weights = whole_weights(trainer.model, keep=True)
+        if trainer.args.process_index:
+            trainer.save_model()  # nothing, as under DDP
+            return ""
+        read = load_file(f"{folder}/saved/model.safetensors")
+        assert all(torch.equal(read[name], weights[name]) for name in read)
+        with pytest.raises(ConfigError) as refused:
+            trainer.save_model()
+        return str(refused.value)
+
+
+def test_a_callback_says_how_weights_are_saved(ranks: Pools, tmp_path: Path) -> None:
+    """Trainer's own call is made on rank 0 alone, which would wait for ever for the others."""
+    run = Run("llama", args={"max_steps": 1, "eval_strategy": "no"})
+    said, _ = ranks(2).run(_saved_by_callback, run, str(tmp_path))
+    assert "trainer.model.save_pretrained(folder) on all ranks" in said

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from fxzero.integrations.whole import whole_weights
@@ -61,3 +62,26 @@ def test_adapters_train_as_under_ddp_and_go_on(ranks: Pools, tmp_path: Path, zer
     again = Run("lora", zero=zero, args=SAVING, resume=str(folder / "checkpoint-4"))
     resumed, _ = ranks(2).run(_train_and_read, again, str(folder))[0]
     assert_same(resumed, found, 1e-6, since=4)
+
+
+def _merged(run: Run, folder: str) -> dict[str, torch.Tensor]:
+    with as_torchrun_says():
+        trainer = make_trainer(run, folder)
+        trainer.train()
+        merged = trainer.model.merge_and_unload()
+        if run.zero is not None or trainer.is_world_process_zero():
+            merged.save_pretrained(f"{folder}/merged")
+        torch.distributed.barrier()
+        return load_file(f"{folder}/merged/model.safetensors")
+
+
+def test_merged_adapters_are_saved_whole(ranks: Pools, tmp_path: Path) -> None:
+    """What is pushed when one is done: the base model with the adapters in its weights."""
+    args = {"max_steps": 4, "eval_strategy": "no"}
+    wanted = ranks(2).run(_merged, Run("lora", args=args), str(tmp_path / "ddp"))[0]
+    found = ranks(2).run(_merged, Run("lora", zero=3, args=args), str(tmp_path / "fxzero"))[0]
+    assert found.keys() == wanted.keys()
+    plain = llama(0.0).state_dict()
+    for name, weight in wanted.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
+        assert weight.shape == plain[name].shape

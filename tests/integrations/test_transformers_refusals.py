@@ -18,6 +18,7 @@ from fxzero.integrations.transformers import (
     FxZeroPlugin,
     FxZeroTrainer,
 )
+from fxzero.integrations.transformers.arguments import check_model
 from fxzero.sharding.shard import model_state
 from tests.integrations.trainer_runs import CHEAP, as_torchrun_says, llama, rows_of
 
@@ -98,6 +99,51 @@ def test_a_model_that_others_have_laid_out_is_refused(tmp_path: Path) -> None:
     model.hf_device_map = {"": "cpu"}  # type: ignore[assignment]
     with as_torchrun_says(), pytest.raises(ShardingError, match="device_map="):
         FxZeroTrainer(model=model, args=_arguments(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["layerdrop", "encoder_layerdrop", "decoder_layerdrop"])
+def test_layers_that_each_rank_leaves_out_by_itself_are_refused(name: str) -> None:
+    model = llama(0.0)
+    setattr(model.config, name, 0.1)
+    check_model(model, zero=0)
+    with pytest.raises(ShardingError, match=f"Set {name}=0.0"):
+        check_model(model, zero=1)
+
+
+def test_a_mixin_behind_its_trainer_is_refused() -> None:
+    """Nothing of it would run, and plain DDP would train."""
+    with pytest.raises(ConfigError, match=r"Write class Mine\(FxZeroMixin, Trainer\)"):
+
+        class Mine(Trainer, FxZeroMixin): ...
+
+
+def test_a_constructor_that_goes_round_the_mixin_is_refused(tmp_path: Path) -> None:
+    class Mine(FxZeroTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            Trainer.__init__(self, *args, **kwargs)
+
+    with as_torchrun_says(), pytest.raises(ConfigError, match=r"Call super\(\).__init__"):
+        Mine(model=llama(0.0), args=_arguments(tmp_path))
+
+
+@pytest.mark.parametrize("change", ["another model", "adapters"])
+def test_a_model_that_comes_after_the_trainer_is_refused(tmp_path: Path, change: str) -> None:
+    """Who trains would be another than the line has said."""
+    from peft import LoraConfig, get_peft_model
+
+    with as_torchrun_says():
+        trainer = FxZeroTrainer(
+            model=llama(0.0),
+            args=_arguments(tmp_path, max_steps=1),
+            train_dataset=rows_of("llama", 8),
+            fxzero=FxZeroPlugin(options=CHEAP),
+        )
+        config = LoraConfig(r=2, target_modules=["q_proj"])
+        trainer.model = (
+            llama(0.0) if change == "another model" else get_peft_model(trainer.model, config)
+        )
+        with pytest.raises(ShardingError, match="before the Trainer is made"):
+            trainer.train()
 
 
 def test_learned_prompts_are_refused(tmp_path: Path) -> None:

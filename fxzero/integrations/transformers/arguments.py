@@ -15,6 +15,7 @@ from torch import nn
 from fxzero.errors import ConfigError, ShardingError
 from fxzero.integrations.plugin import FxZeroPlugin
 from fxzero.integrations.transformers import adapters
+from fxzero.sharding.shard import model_state, param_specs
 
 ON_SHARDS = ("adafactor", "adagrad", "adamw_torch", "adamw_torch_fused", "rmsprop", "sgd")
 """Values of ``optim=`` whose updates are right on shards: elementwise, or through DTensor."""
@@ -82,12 +83,24 @@ def check_optimizer_name(args: Any, zero: int) -> None:
         )
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuse a model that another tool has laid out, or that learns prompts.
+def check_model(model: nn.Module, zero: int) -> None:
+    """Refuse a model that another tool has laid out, that learns prompts, or that leaves out other
+    layers on each rank.
+
+    Args:
+        zero: the stage over several ranks; 0 for one.
 
     Raises:
         ShardingError: it was, or does.
     """
+    config = getattr(model, "config", None)
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        if zero and getattr(config, name, 0):
+            raise ShardingError(
+                f"the model's config says {name}={getattr(config, name)}: each rank would leave "
+                f"out other layers, and at zero={zero} all ranks are needed for each layer. "
+                f"Set {name}=0.0, or zero=0."
+            )
     if getattr(model, "hf_device_map", None) is not None:
         raise ShardingError(
             "the model was loaded with device_map=, which places its layers by itself. Load it "
@@ -98,6 +111,29 @@ def check_model(model: nn.Module) -> None:
         raise ShardingError(
             "the model is quantized: its weights are packed, and rows of them are no shards. "
             "Load it in bfloat16 (dtype=torch.bfloat16)."
+        )
+
+
+def check_still_sharded(model: nn.Module, wrapped: nn.Module) -> None:
+    """Refuse to train another model than the one that was sharded.
+
+    Args:
+        model: the Trainer's.
+        wrapped: what the Trainer calls instead.
+
+    Raises:
+        ShardingError: it was replaced, or has got parameters that nobody would reduce.
+    """
+    what = "Change a model before the Trainer is made, which shards it: get_peft_model, too."
+    if model_state(model) is None or wrapped is not model:
+        raise ShardingError(f"trainer.model is not the model that fxzero has sharded. {what}")
+    known = {id(s.parameter()) for s in param_specs(model).values() if s.parameter is not None}
+    named = model.named_parameters()
+    new = [name for name, p in named if p.requires_grad and id(p) not in known]
+    if new:
+        raise ShardingError(
+            f"trainer.model has got parameters since fxzero has sharded it: {', '.join(new[:4])}. "
+            f"No rank would reduce their gradients. {what}"
         )
 
 

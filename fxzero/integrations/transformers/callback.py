@@ -8,6 +8,7 @@ A callback cannot write checkpoints, so Trainer must write none: it would write 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import TrainerCallback
 from fxzero.errors import ConfigError, ShardingError
 from fxzero.integrations.plugin import FxZeroPlugin
 from fxzero.integrations.transformers import arguments
+from fxzero.integrations.transformers.generation import generate_together
 from fxzero.integrations.transformers.weights import save_whole
 from fxzero.sharding.shard import model_state
 
@@ -26,7 +28,7 @@ class FxZeroCallback(TrainerCallback):
     """Train by fxzero under any Trainer: ``Trainer(…, callbacks=[FxZeroCallback()])``.
 
     It shards, compiles, and keeps the model from being wrapped. Saving, going on from a checkpoint,
-    bf16, generating, and one reduction for several micro-batches need `FxZeroMixin`: what would be
+    bf16, and one reduction for several micro-batches need `FxZeroMixin`: what would be
     wrong without it is refused. The whole model lies on each rank's device until it is sharded.
 
     Args:
@@ -52,11 +54,13 @@ class FxZeroCallback(TrainerCallback):
         arguments.check_arguments(args, self.fxzero)
         _refuse_what_needs_the_mixin(args)
         arguments.check_optimizer_name(args, self.fxzero.zero)
-        arguments.check_model(model)
+        several = args.world_size > 1
+        arguments.check_model(model, self.fxzero.zero if several else 0)
         self.fxzero.shard(model)
         self.fxzero.compile_forward(model)
-        if args.world_size > 1:
-            save_whole(model)
+        if several:
+            save_whole(model, by_callback=True)
+        generate_together(model, contextlib.nullcontext, synced=several and self.fxzero.zero > 0)
         model._is_accelerate_prepared = True  # accelerate then wraps and moves nothing
         if state.is_world_process_zero:
             log.warning("%s", self.fxzero.sentence(model))
@@ -71,7 +75,8 @@ class FxZeroCallback(TrainerCallback):
         if model_state(kwargs["model"]) is None:
             raise ShardingError(
                 "the model that is trained is not the one that FxZeroCallback has sharded: "
-                "model_init makes another for each training. Use FxZeroMixin, or pass model=."
+                "model_init makes another for each training, and add_callback comes too late. Use "
+                "FxZeroMixin; or pass model= and callbacks=[FxZeroCallback(…)] to the Trainer."
             )
         if state.global_step:
             raise ConfigError(
@@ -87,7 +92,6 @@ def _refuse_what_needs_the_mixin(args: Any) -> None:
         "load_best_model_at_end=True": args.load_best_model_at_end,
         "push_to_hub=True": args.push_to_hub,
         "bf16=True": args.bf16,
-        "predict_with_generate=True": getattr(args, "predict_with_generate", False),
     }
     for name, is_asked in asked.items():
         if is_asked:

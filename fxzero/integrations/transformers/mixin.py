@@ -6,7 +6,7 @@
         training_step                           no_sync at ZeRO 0 and 1; autocast of bf16; or, with
                                                 whole_step=True, one graph to the update
         save_model, _save_…, _load_…            see `checkpoints`
-      evaluate, predict                         generate: as many forwards on every rank
+      evaluate, predict                         see `generation`
 
 Everything else is Trainer's own: its loop, arguments, callbacks and logs.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,11 +23,13 @@ import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import Trainer
 
 from fxzero.errors import ConfigError
 from fxzero.integrations.plugin import FxZeroPlugin
 from fxzero.integrations.transformers import arguments
 from fxzero.integrations.transformers.checkpoints import CheckpointsMixin
+from fxzero.integrations.transformers.generation import generate_together
 from fxzero.integrations.transformers.weights import save_whole
 from fxzero.integrations.transformers.whole_step import WholeSteps
 from fxzero.integrations.whole import whole
@@ -51,6 +52,18 @@ class FxZeroMixin(CheckpointsMixin):
 
     fxzero: FxZeroPlugin
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """See that its methods come before those of the Trainer."""
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(FxZeroMixin):
+            theirs = next(base for base in cls.__bases__ if issubclass(base, Trainer))
+            raise ConfigError(
+                f"class {cls.__name__}: {theirs.__name__} comes before FxZeroMixin, and would "
+                "train as if it were not there. Write "
+                f"class {cls.__name__}(FxZeroMixin, {theirs.__name__})."
+            )
+
     def __init__(self, *args: Any, fxzero: FxZeroPlugin | None = None, **kwargs: Any) -> None:
         """See the class."""
         if fxzero is not None and not isinstance(fxzero, FxZeroPlugin):
@@ -66,6 +79,11 @@ class FxZeroMixin(CheckpointsMixin):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Look at the arguments first."""
+        if "fxzero" not in vars(self):
+            raise ConfigError(
+                f"{type(self).__name__}.__init__ calls Trainer.__init__, and not FxZeroMixin's. "
+                "Call super().__init__(…)."
+            )
         arguments.check_arguments(self.args, self.fxzero)
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
@@ -82,6 +100,11 @@ class FxZeroMixin(CheckpointsMixin):
             self._make_ready(model)
         return model
 
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """See that what is trained is what was sharded."""
+        arguments.check_still_sharded(self.model, self.model_wrapped)
+        return super()._inner_training_loop(*args, **kwargs)
+
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave a model where it is that is sharded, or will be: each rank moves its part."""
         on_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -93,19 +116,23 @@ class FxZeroMixin(CheckpointsMixin):
         """Shard and compile a model in place, once."""
         if model_state(model) is not None and getattr(model, "_is_accelerate_prepared", False):
             return
-        arguments.check_model(model)
+        several = self.args.world_size > 1
+        arguments.check_model(model, self.fxzero.zero if several else 0)
         plugin = dataclasses.replace(
             self.fxzero, param_dtype=arguments.compute_dtype(self.args, self.fxzero)
         )
         device = self.args.device
-        if plugin.mesh is None and self.args.world_size > 1 and device.type != "cpu":
+        if plugin.mesh is None and several and device.type != "cpu":
             # The model is still on the CPU: the ranks' device says where it shall be.
             mesh = init_device_mesh(device.type, (dist.get_world_size(),))
             plugin = dataclasses.replace(plugin, mesh=mesh)
         plugin.shard(model)
         plugin.compile_forward(model)
-        if self.args.world_size > 1:
+        if several:
             save_whole(model)
+        generate_together(
+            model, self.autocast_smart_context_manager, synced=several and plugin.zero > 0
+        )
         # By this accelerate knows a model that it shall not wrap, move or compile.
         model._is_accelerate_prepared = True  # type: ignore[assignment]
         if self.is_world_process_zero():
@@ -183,33 +210,3 @@ class FxZeroMixin(CheckpointsMixin):
         if self._whole is not None and self._whole.last is not None:
             return self._whole.last.grad_norm
         return whole(super()._get_grad_norm(model, grad_norm=grad_norm))
-
-    # -- evaluation
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-        **gen_kwargs: Any,
-    ) -> tuple[Any, Any, Any]:
-        """Generate on all ranks together: each gathers what the others hold."""
-        if not getattr(self.args, "predict_with_generate", False) or prediction_loss_only:
-            return super().prediction_step(
-                model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **gen_kwargs
-            )
-        gen_kwargs = gen_kwargs or dict(getattr(self, "_gen_kwargs", {}))
-        if self.fxzero.zero and self.args.world_size > 1:
-            gen_kwargs.setdefault("synced_gpus", True)
-        with _eager(), self.autocast_smart_context_manager():
-            return super().prediction_step(
-                model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **gen_kwargs
-            )
-
-
-@contextlib.contextmanager
-def _eager() -> Iterator[None]:
-    """Run operator by operator: each token has shapes of its own, and would be compiled anew."""
-    with torch.compiler.set_stance("force_eager"):
-        yield

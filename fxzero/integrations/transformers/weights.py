@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from fxzero.checkpoint.ranks import all_ranks
+from fxzero.errors import ConfigError
 from fxzero.integrations.transformers import adapters
 from fxzero.integrations.whole import whole_weights
 
@@ -33,15 +34,30 @@ def weights_to_save(model: nn.Module, *, keep: bool) -> dict[str, Any]:
     return whole_weights(model, keep=keep, names=names)
 
 
-def save_whole(model: Any) -> None:
-    """Let a sharded model's own ``save_pretrained`` write whole weights, called on all ranks."""
-    if not hasattr(model, "save_pretrained"):
-        return
+def save_whole(model: nn.Module, *, by_callback: bool = False) -> None:
+    """Let a sharded model's own ``save_pretrained`` write whole weights, called on all ranks; and
+    those of models in it, of which one may be what is left of it: peft's ``merge_and_unload``.
+
+    Args:
+        by_callback: whether the Trainer is not ours, and calls it on one rank alone.
+    """
+    for part in model.modules():
+        if hasattr(part, "save_pretrained"):
+            _save_whole(part, by_callback)
+
+
+def _save_whole(model: Any, by_callback: bool) -> None:
     plain = model.save_pretrained
 
     @functools.wraps(plain)
     def save_pretrained(save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) < 2 and kwargs.get("state_dict") is None:
+            if by_callback and "is_main_process" in kwargs:
+                raise ConfigError(
+                    "trainer.save_model() writes on one rank alone, and others have parts of the "
+                    "weights. Call trainer.model.save_pretrained(folder) on all ranks, or use "
+                    "FxZeroMixin instead of FxZeroCallback."
+                )
             writes = all_ranks().rank == 0
             kwargs["state_dict"] = weights_to_save(model, keep=writes)
             if not writes:
