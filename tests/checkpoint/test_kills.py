@@ -71,7 +71,7 @@ def kill_some(folder: Path, job: subprocess.Popen[str], num_kills: int, draw: ra
     return killed
 
 
-@pytest.mark.parametrize(("num_kills", "num_steps"), [(2, 200), *exhaustive((40, 2500))])
+@pytest.mark.parametrize(("num_kills", "num_steps"), exhaustive((2, 200), (40, 2500)))
 def test_a_run_whose_ranks_are_killed(tmp_path: Path, num_kills: int, num_steps: int) -> None:
     """It ends where it would have ended, with nothing lost that was published."""
     quiet, killed = tmp_path / "quiet", tmp_path / "killed"

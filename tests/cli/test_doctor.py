@@ -228,6 +228,7 @@ def test_a_compiler_that_is_not_there() -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_ranks_measure_links(tmp_path: Path) -> None:
     """Under torchrun: one of them speaks and writes, and what is between them is measured."""

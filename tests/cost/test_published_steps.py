@@ -26,6 +26,7 @@ from fxzero.graph.stamps import stamp_of
 from fxzero.transfer import Transfer, TransferKind
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_megatrons_step_times_come_out() -> None:
     """Within 9 % each and 5 % on average, each by a constant that was fitted without it. With one

@@ -54,6 +54,7 @@ def test_gpt_lite(layout: tuple[str, ...], tmp_path: Path) -> None:
     assert found == pytest.approx(expected_losses(6e-4, 0.1), rel=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero", "options"),

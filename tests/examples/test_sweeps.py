@@ -98,6 +98,7 @@ def test_folders_are_quoted_for_hydra(name: str) -> None:
     assert cfg.checkpoint.dir == name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_jobs_of_ranks_of_their_own(tmp_path: Path) -> None:
     """By joblib, two ranks each: two are refused, the ranks of one fail, and one is trained."""

@@ -1,9 +1,10 @@
-"""What DeepSpeed itself computes for `deepspeed_cases`: losses, learning rates, parameters.
+"""What DeepSpeed itself computes: of `deepspeed_cases` losses, learning rates and parameters, of
+`deepspeed_more_cases` losses.
 
     python -m tests.integrations.deepspeed_reference --write
 
-writes `deepspeed_reference.json` beside it. That needs ``deepspeed==0.19.8``, g++ and ninja, and no
-GPU; the tests need the file alone.
+writes `deepspeed_reference.json` and `deepspeed_more.json` beside it. That needs
+``deepspeed==0.19.8``, g++ and ninja, and no GPU; the tests need the files alone.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ import torch
 import torch.distributed as dist
 
 from tests.integrations.deepspeed_cases import CASES, STEPS, Net, batch, loss_fn
+from tests.integrations.deepspeed_more_cases import MORE
+from tests.integrations.deepspeed_more_cases import STEPS as MORE_STEPS
 
 FILE = Path(__file__).with_suffix(".json")
+MORE_FILE = FILE.with_name("deepspeed_more.json")
 MODULE = "tests.integrations.deepspeed_reference"
 
 
@@ -59,6 +63,44 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def losses_of(config: dict[str, Any]) -> list[list[float]]:
+    """Losses of the first steps of one more case, of each rank; on every rank.
+
+    A configuration without an optimizer gets one, as a Trainer gives it its own.
+    """
+    import deepspeed
+
+    net = Net()
+    own = None if "optimizer" in config else own_optimizer(net)
+    engine, *_ = deepspeed.initialize(
+        model=net,
+        model_parameters=net.parameters(),
+        optimizer=own,
+        config=json.loads(json.dumps(config)),
+    )
+    count = engine.gradient_accumulation_steps()
+    dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
+    rows = engine.train_batch_size() // dist.get_world_size()
+    losses = []
+    for step in range(MORE_STEPS):
+        inputs, targets = batch(step, dist.get_rank(), dist.get_world_size())
+        parts = []
+        for x, y in zip(inputs[:rows].chunk(count), targets[:rows].chunk(count), strict=True):
+            loss = loss_fn(engine(x.to(dtype)), y)
+            engine.backward(loss)
+            engine.step()
+            parts.append(loss.detach())
+        losses.append(torch.stack(parts).mean().item())
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [rounded(x) for x in losses])
+    return everyone
+
+
+def own_optimizer(net: Any) -> torch.optim.Optimizer:
+    """What is given where a configuration has none."""
+    return torch.optim.AdamW(net.parameters(), lr=0.02, weight_decay=0.1)
+
+
 def full_parameters(engine: Any) -> Any:
     """fp32 masters, in full, by their names."""
     from deepspeed.utils import safe_get_full_fp32_param
@@ -87,13 +129,23 @@ def run(output: Path) -> None:
             continue
         print(name, flush=True)
         done[name] = train(case["config"])
+    more: dict[str, Any] = {}
+    for name, case in MORE.items() if dist.get_world_size() == 2 else ():
+        print(name, flush=True)
+        try:
+            more[name] = losses_of(case["resolved"])
+        except Exception as error:  # what DeepSpeed does not do on a CPU, it says in many ways
+            more[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     if dist.get_rank() == 0:
-        output.write_text(json.dumps({"deepspeed": deepspeed.__version__, "cases": done}))
+        output.write_text(
+            json.dumps({"deepspeed": deepspeed.__version__, "cases": done, "more": more})
+        )
 
 
 def write() -> None:
     """Run all cases, each on its number of ranks, and write the file."""
     cases: dict[str, Any] = {}
+    more: dict[str, Any] = {}
     version = ""
     for world_size in sorted({case["world_size"] for case in CASES.values()}):
         with tempfile.TemporaryDirectory() as folder:
@@ -108,9 +160,11 @@ def write() -> None:
             found = json.loads(output.read_text())
         version = found["deepspeed"]
         cases |= found["cases"]
-    lines = [f"  {json.dumps(name)}: {json.dumps(cases[name])}" for name in CASES]
-    head = f'{{"deepspeed": "{version}", "torch": "{torch.__version__}", "cases": {{\n'
-    FILE.write_text(head + ",\n".join(lines) + "\n}}\n")
+        more |= found["more"]
+    for file, found in ((FILE, cases), (MORE_FILE, more)):
+        lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in found.items()]
+        head = f'{{"deepspeed": "{version}", "torch": "{torch.__version__}", "cases": {{\n'
+        file.write_text(head + ",\n".join(lines) + "\n}}\n")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def under_ddp(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> list[Fi
     return ranks(2).run(fit, None, str(tmp_path_factory.mktemp("ddp")), **USUAL)
 
 
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", [1, 3, *exhaustive(0, 2)])
 def test_it_trains_as_ddp_does(
     ranks: Pools, under_ddp: list[Fitted], tmp_path: Path, zero: int
 ) -> None:

@@ -44,7 +44,7 @@ def _both(ranks: Pools, folder: Path, run: Run, zero: int, within: float, **plug
     "zero",
     [
         pytest.param(0, marks=pytest.mark.exhaustive),
-        1,
+        pytest.param(1, marks=pytest.mark.exhaustive),
         pytest.param(2, marks=pytest.mark.exhaustive),
         3,
     ],
@@ -105,6 +105,7 @@ def test_going_on_half_way_is_as_if_nothing_had_happened(
     assert_same(resumed, whole, 1e-6, since=10)
 
 
+@pytest.mark.exhaustive
 def test_ranks_generate_together(ranks: Pools, tmp_path: Path) -> None:
     """A rank whose rows have ended goes on while others do not: each holds what others need."""
     args = {

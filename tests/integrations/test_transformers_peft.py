@@ -44,6 +44,7 @@ def _train_and_read(run: Run, folder: str) -> tuple[Ran, float]:
         return ran(trainer, folder), off
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_adapters_train_as_under_ddp_and_go_on(ranks: Pools, tmp_path: Path, zero: int) -> None:
     run = Run("lora", args=SAVING)

@@ -54,6 +54,7 @@ def _difference(before: str, after: str) -> list[str]:
     return list(difflib.unified_diff(*texts, before, after, n=1, lineterm=""))
 
 
+@pytest.mark.exhaustive
 def test_a_script_and_its_ddp_form_train_alike(tmp_path: Path) -> None:
     for name, script in zip(("ddp", "fxzero"), PAIR, strict=True):
         said = run(script, "--output_dir", str(tmp_path / name), "--max_steps", "4", *SETTINGS)
@@ -80,6 +81,7 @@ def test_the_page_shows_the_difference() -> None:
     assert shown.startswith(wanted), f"the page should show\n{wanted}"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_the_seq2seq_script_trains_by_deepspeeds_json(tmp_path: Path, goes_on: bool) -> None:

@@ -318,6 +318,7 @@ def pairs_of_stages(folder: str) -> list[Tensors]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_every_pair_of_stages(ranks: Pools, tmp_path: Path) -> None:
     """ZeRO 0 to 3 save, ZeRO 0 to 3 load, a step and a loop."""
     found, *_ = ranks(2).run(pairs_of_stages, str(tmp_path))

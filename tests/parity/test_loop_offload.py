@@ -239,6 +239,7 @@ def checkpoints_travel() -> None:
     assert_same(ends[1], ends[2], rtol=0)
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_travel(ranks: Pools) -> None:
     """State dicts are the same with and without."""
     ranks(2).run(checkpoints_travel)

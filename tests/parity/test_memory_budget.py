@@ -481,7 +481,7 @@ def test_with_compiled_regions(name: str, door: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "door", "zero"), [("gpt", "loop", 3), *exhaustive(("unet", "step", 2))]
+    ("name", "door", "zero"), exhaustive(("gpt", "loop", 3), ("unet", "step", 2))
 )
 def test_on_two_ranks(ranks: Pools, name: str, door: str, zero: int) -> None:
     """All ranks repeat alike, and gather again for it."""
@@ -637,7 +637,7 @@ def in_parts(door: str, **settings: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("door", "zero", "regions"), [("step", 3, "inductor"), ("loop", 0, "eager")]
+    ("door", "zero", "regions"), [*exhaustive(("step", 3, "inductor")), ("loop", 0, "eager")]
 )
 def test_what_both_ranks_have_is_kept_in_parts(
     ranks: Pools, door: str, zero: int, regions: str
