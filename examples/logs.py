@@ -111,7 +111,7 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
         if self._wandb is not None:
-            self._wandb.finish(quiet=True)
+            self._wandb.finish()
         for file in (self._tensorboard, self._jsonl):
             try:
                 file.close()

@@ -25,6 +25,7 @@ _XL = "gpt2-1.5b --world-size 1 --batch 2 --cluster dgx2 --zero 3"
 CASES = {
     "gpt-lite": "gpt-lite --world-size 8 --batch 8 --micro-batches 4 --cluster dgx2 "
     "--mesh pipeline=4,shard=2",
+    "resnet-20": "examples.resnet_cifar:resnet20 --world-size 8 --batch 128 --cluster dgx2",
     "minigpt-1.7b": f"minigpt-1.7b {_MINIGPT} --batch 2",
     "minigpt-12.8b": f"minigpt-12.8b {_MINIGPT} --batch 1 --zero 2 --zero 3",
     "minigpt-45b": f"minigpt-45b {_MINIGPT} --batch 1 --zero 2 --zero 3",
