@@ -62,7 +62,8 @@ def test_a_script_and_its_ddp_form_train_alike(tmp_path: Path) -> None:
     plain, sharded = (_losses(tmp_path / name) for name in ("ddp", "fxzero"))
     assert len(plain) == len(sharded) == 4
     for line, other in zip(sharded, plain, strict=True):
-        assert line == pytest.approx(other, rel=1e-5)
+        # Inductor adds up in another order; and transformers 4 logs four digits of a loss.
+        assert line == pytest.approx(other, rel=5e-5)
     weights = load_file(tmp_path / "ddp" / "model.safetensors")
     found = load_file(tmp_path / "fxzero" / "model.safetensors")
     assert found.keys() == weights.keys()

@@ -86,12 +86,33 @@ class FxZeroMixin(CheckpointsMixin):
             )
         arguments.check_arguments(self.args, self.fxzero)
         super().create_accelerator_and_postprocess()
+        self._see_accelerator()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             engine = "DeepSpeed" if self.is_deepspeed_enabled else "FSDP"
             raise ConfigError(
                 f"`accelerate launch` was told to use {engine}, and the Trainer to use fxzero. "
                 "Start with torchrun, or with a config of accelerate that says multi_gpu alone."
             )
+
+    def _see_accelerator(self) -> None:
+        """Let it give norms as plain tensors, of a whole step what its graph has found; and know
+        that it wraps nothing, in words that Dynamo reads."""
+        accelerator = self.accelerator
+        clip, unwrap = accelerator.clip_grad_norm_, accelerator.unwrap_model
+
+        def clip_grad_norm(*args: Any, **kwargs: Any) -> Any:
+            if self._whole is not None and self._whole.last is not None:
+                return self._whole.last.grad_norm
+            return whole(clip(*args, **kwargs))
+
+        def unwrap_model(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            if model is self.model:
+                return model
+            inner: nn.Module = unwrap(model, *args, **kwargs)
+            return inner
+
+        accelerator.clip_grad_norm_ = clip_grad_norm
+        accelerator.unwrap_model = unwrap_model
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Shard what ``model_init`` makes, at the start of each training."""
@@ -198,15 +219,3 @@ class FxZeroMixin(CheckpointsMixin):
         if isinstance(count, Tensor) and count.is_floating_point():
             return count.round().to(torch.int64)
         return count
-
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """The norm over all ranks, as a plain tensor."""
-        if self._whole is not None and self._whole.last is not None:
-            return self._whole.last.grad_norm
-        return whole(super()._clip_grad_norm(model))
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The norm over all ranks, as a plain tensor."""
-        if self._whole is not None and self._whole.last is not None:
-            return self._whole.last.grad_norm
-        return whole(super()._get_grad_norm(model, grad_norm=grad_norm))

@@ -52,7 +52,7 @@ def _save_whole(model: Any, by_callback: bool) -> None:
     @functools.wraps(plain)
     def save_pretrained(save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) < 2 and kwargs.get("state_dict") is None:
-            if by_callback and "is_main_process" in kwargs:
+            if by_callback and "state_dict" in kwargs:  # None, as Trainer says
                 raise ConfigError(
                     "trainer.save_model() writes on one rank alone, and others have parts of the "
                     "weights. Call trainer.model.save_pretrained(folder) on all ranks, or use "
