@@ -459,6 +459,25 @@ def test_versions() -> None:
             fxzero.from_deepspeed(without, deepspeed_version=version)
 
 
+def test_the_window_of_a_loss_scale() -> None:
+    """It ended a step earlier before 0.17, but at stage 0."""
+    fp16 = {"train_batch_size": 8, "gradient_clipping": 1.0, "fp16": {"enabled": True}}
+    for version, stage, differs in (
+        ("0.16.9", 2, True),
+        ("0.17.0", 2, False),
+        ("0.16.9", 0, False),
+    ):
+        keys = {**fp16, "zero_optimization": {"stage": stage}}
+        made = fxzero.from_deepspeed(keys, deepspeed_version=version, world_size=1)
+        assert ("a step later" in reason_of(made, "fp16.enabled")) is differs
+
+
+def reason_of(made: FromDeepSpeed, key: str) -> str:
+    """What the line of a key says."""
+    (line,) = [line for line in made.lines if line.key == key]
+    return line.reason
+
+
 def test_files(tmp_path: Path) -> None:
     """What is no configuration says so."""
     file = tmp_path / "ds.json"

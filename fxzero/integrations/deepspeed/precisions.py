@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fxzero.integrations.deepspeed.lines import Found
-from fxzero.integrations.deepspeed.versions import CHECKS_BF16, Version
+from fxzero.integrations.deepspeed.versions import CHECKS_BF16, WINDOW_AFTER, Version
 from fxzero.sharding.precision import Precision
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -21,6 +21,9 @@ SCALE = (
     "min_loss_scale",
 )
 """Fields of ``fp16``, which `Precision` has by the same names and with the same defaults."""
+
+
+STAGE = "zero_optimization.stage"
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def map_precision(found: Found, version: Version | None) -> Dtypes:
         on = found.get(f"{name}.enabled", False)
         found.mapped(
             f"{name}.enabled",
-            f"shard(param_dtype={DTYPES[name]}), fp32 masters" if on else "not computed in it",
+            _computed(found, name, version) if on else "not computed in it",
         )
     communicated = found.get("communication_data_type")
     reduce = DTYPES[communicated] if communicated else None
@@ -60,12 +63,20 @@ def map_precision(found: Found, version: Version | None) -> Dtypes:
     if stops and "bf16.check_grad_overflow" not in found.values:
         found.mapped(
             "bf16.enabled",
-            "shard(param_dtype=torch.bfloat16), fp32 masters; options "
-            "stop_unless_finite=true, as check_grad_overflow is on by default",
+            f"{_computed(found, 'bf16', version)}; options stop_unless_finite=true, as "
+            "check_grad_overflow is on by default",
         )
     # DeepSpeed hands a loss function what the model computes, in the dtype that it computes in.
     precision = Precision(param_dtype=param, reduce_dtype=reduce, fp32_loss=param is None, **scale)
     return Dtypes(param, reduce, precision, stops)
+
+
+def _computed(found: Found, name: str, version: Version | None) -> str:
+    said = f"shard(param_dtype={DTYPES[name]}), fp32 masters"
+    stage = found.get(STAGE, 0)
+    if stage and name == "fp16" and version is not None and version < WINDOW_AFTER:
+        said += "; the loss scale's window ends a step later, as since DeepSpeed 0.17"
+    return said
 
 
 def _check_param_dtype(found: Found, param: torch.dtype | None) -> None:
