@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fxzero.integrations.whole import whole
+from fxzero.sharding.leftovers import reduce_leftovers
 from fxzero.sharding.precision import LossScale
 from fxzero.sharding.shard import model_state, no_sync
 
@@ -84,6 +85,7 @@ class Engine:
         self.micro_steps += 1
         if not last:
             return
+        reduce_leftovers(self.module)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         if self.loss_scale is not None:
             _divide((p.grad for p in parameters), self.loss_scale.value)
