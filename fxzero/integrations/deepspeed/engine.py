@@ -87,6 +87,7 @@ class Engine:
             return
         reduce_leftovers(self.module)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        _fill_in(parameters)
         if self.loss_scale is not None:
             _divide((p.grad for p in parameters), self.loss_scale.value)
         self._norm = self._clip(parameters)
@@ -132,6 +133,14 @@ class Engine:
     def eval(self) -> Engine:
         """Put the model into evaluation mode."""
         return self.train(False)
+
+
+def _fill_in(parameters: Iterable[nn.Parameter]) -> None:
+    """Let a trained parameter without a gradient have one of zeros, as DeepSpeed does: its weight
+    decay and its momentum go on."""
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter.detach())
 
 
 def _divide(grads: Iterable[Tensor | None], by: float) -> None:
