@@ -472,6 +472,31 @@ def test_the_window_of_a_loss_scale() -> None:
         assert ("a step later" in reason_of(made, "fp16.enabled")) is differs
 
 
+def test_low_precision_at_stage_0() -> None:
+    """Has no hysteresis in DeepSpeed, and an update by zeros that is said, not made."""
+    fp16 = {"enabled": True, "hysteresis": 4, "consecutive_hysteresis": True, "min_loss_scale": 2}
+    keys = {**FULL, "bf16": {"enabled": False}, "fp16": fp16, "scheduler": {}}
+    for stage, hysteresis in ((0, 1), (1, 4)):
+        made = fxzero.from_deepspeed({**keys, "zero_optimization": {"stage": stage}}, world_size=1)
+        assert made.precision.hysteresis == hysteresis
+        assert made.precision.consecutive_hysteresis is (stage == 1)
+        verdicts = {line.key: line.verdict for line in made.lines}
+        wanted = Verdict.MAPPED if stage else Verdict.NEEDLESS
+        assert verdicts["fp16.hysteresis"] is verdicts["fp16.consecutive_hysteresis"] is wanted
+        assert ("counts a step more" in reason_of(made, "fp16.enabled")) is (stage == 0)
+        assert ("skips on" in reason_of(made, "fp16.min_loss_scale")) is (stage == 0)
+    sgd = {**keys, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 0}}
+    made = fxzero.from_deepspeed(sgd, world_size=1)
+    assert "counts a step more" not in reason_of(made, "fp16.enabled")
+
+
+def test_no_parameters_may_live() -> None:
+    """Asks for no prefetch."""
+    keys = {"stage": 3, "stage3_max_live_parameters": 0}
+    made = fxzero.from_deepspeed({**FULL, "zero_optimization": keys}, world_size=1)
+    assert made.options["prefetch"] == {"distance": 0}
+
+
 def reason_of(made: FromDeepSpeed, key: str) -> str:
     """What the line of a key says."""
     (line,) = [line for line in made.lines if line.key == key]

@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "saved values": {"activation_checkpointing": {"cpu_checkpointing": True}},
     "bf16 reduced": {"communication_data_type": "bf16", "zero_optimization": {"stage": 2}},
+    "none live": {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 0}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
     "NAdam": {"optimizer": {"type": "NAdam", "params": {"lr": 0.01}}},
     "StepLR": {"scheduler": {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}},
@@ -157,6 +158,33 @@ def test_what_contradicts_the_file() -> None:
     assert engine.get_lr() == [0.1]
 
 
+class Spare(Net):
+    """With a layer that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_has_no_gradient_decays(stage: int) -> None:
+    """DeepSpeed updates it by zeros; a whole step leaves it, as torch's optimizers do."""
+    torch.compiler.reset()
+    made = read({"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 1})
+    for door in ("engine", "step"):
+        net = Spare()
+        before = net.spare.weight.detach().clone()
+        if door == "engine":
+            engine = made.engine(net, options=EAGER)
+            inputs, targets = batch(0, 0, 1)
+            engine.backward(loss_fn(engine(inputs), targets))
+            engine.step()
+        else:
+            made.compile_step(net, loss_fn=loss_fn, options=EAGER)(*batch(0, 0, 1))
+        decay = 1 - 0.02 * 0.1 if door == "engine" else 1.0
+        torch.testing.assert_close(net.spare.weight.detach(), before * decay)
+
+
 def test_a_schedule_goes_on_from_its_state() -> None:
     """A checkpoint holds where it is; the rule comes from the file."""
     keys = {
@@ -212,3 +240,20 @@ def test_a_tools_own_loop_does_not_scale_the_loss() -> None:
     made = fxzero.from_deepspeed(said, world_size=1)
     with pytest.raises(fxzero.ConfigError, match=r"trains in fp16, .* Say bf16"):
         made.plugin()
+
+
+def test_a_tools_own_loop_does_not_look_at_gradients() -> None:
+    """Asked for that is refused; where it is DeepSpeed's default it is said."""
+    said = {"train_batch_size": 2, "gradient_clipping": 1.0}
+    for bf16, version in (({}, "0.19.8"), ({"check_grad_overflow": True}, None)):
+        keys = {**said, "bf16": {"enabled": True, **bf16}}
+        made = fxzero.from_deepspeed(keys, deepspeed_version=version, world_size=1)
+        if bf16:
+            with pytest.raises(ConfigError, match=r"overflow: true, .*\(whole_step=True\)"):
+                made.plugin()
+        else:
+            with pytest.warns(fxzero.FxZeroWarning, match="check_grad_overflow on by default"):
+                made.plugin()
+        assert (made.plugin(whole_step=True).options or {})["stop_unless_finite"] is True
+    quiet = {**said, "bf16": {"enabled": True, "check_grad_overflow": False}}
+    fxzero.from_deepspeed(quiet, world_size=1).plugin()

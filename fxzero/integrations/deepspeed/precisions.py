@@ -23,6 +23,9 @@ SCALE = (
 """Fields of ``fp16``, which `Precision` has by the same names and with the same defaults."""
 
 
+OF_STAGES = ("hysteresis", "consecutive_hysteresis")
+"""Those of them that DeepSpeed has at stages 1 to 3."""
+AT_MINIMUM = ": an overflow at it is an error, where DeepSpeed at stage 0 skips on"
 STAGE = "zero_optimization.stage"
 
 
@@ -76,6 +79,11 @@ def _computed(found: Found, name: str, version: Version | None) -> str:
     stage = found.get(STAGE, 0)
     if stage and name == "fp16" and version is not None and version < WINDOW_AFTER:
         said += "; the loss scale's window ends a step later, as since DeepSpeed 0.17"
+    if not stage and str(found.get("optimizer.type", "")).lower() in ("adam", "adamw"):
+        said += (
+            "; at stage 0 DeepSpeed begins with an update by zeros, so that its Adam counts a step "
+            "more and decays once more: that is not repeated"
+        )
     return said
 
 
@@ -89,15 +97,19 @@ def _check_param_dtype(found: Found, param: torch.dtype | None) -> None:
 
 
 def _loss_scale(found: Found, fp16: bool) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
+    stage = found.get(STAGE, 0)
+    fields: dict[str, Any] = {} if stage or not fp16 else {"hysteresis": 1}
     for name in SCALE:
         path = f"fp16.{name}"
         if not fp16:
             found.needless(path, "fp16.enabled is false")
+        elif not stage and name in OF_STAGES:
+            found.needless(path, "at stage 0 DeepSpeed lowers the scale at each overflow")
         elif found.has(path):
             value = found.get(path)
             fields[name] = float(value) if name in ("loss_scale", "min_loss_scale") else value
-            found.mapped(path, f"Precision({name}={fields[name]})")
+            ends = "" if stage or name != "min_loss_scale" else AT_MINIMUM
+            found.mapped(path, f"Precision({name}={fields[name]}){ends}")
     return fields
 
 
@@ -110,7 +122,7 @@ def _stops(found: Found, bf16: bool, version: Version | None) -> bool:
     found.mapped(
         path,
         "options stop_unless_finite=true: compile_step stops and names the parameters, where "
-        "DeepSpeed skips the step; engine() skips it too"
+        "DeepSpeed skips the step; engine() skips it too; the loop of a plugin() looks at nothing"
         if checks
         else "gradients are not looked at",
     )
