@@ -185,6 +185,91 @@ def test_what_has_no_gradient_decays(stage: int) -> None:
         torch.testing.assert_close(net.spare.weight.detach(), before * decay)
 
 
+def steps_of(engine: Any, numbers: range) -> list[float]:
+    """Train some steps, and return the losses of their last micro-batches."""
+    losses = []
+    for number in numbers:
+        inputs, targets = batch(number, 0, 1)
+        for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True):
+            loss = loss_fn(engine(x), y)
+            engine.backward(loss)
+            engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("tag", [None, "best"])
+def test_checkpoints_of_an_engine(tmp_path: Path, tag: str | None) -> None:
+    """Another engine goes on from one, counters, scale and schedule too."""
+    keys = {
+        "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 1},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}},
+        "zero_optimization": {"stage": 1},
+    }
+    torch.compiler.reset()
+    first, second, third = (read(keys).engine(Net(), options=EAGER) for _ in range(3))
+    assert second.load_checkpoint(tmp_path) == (None, None)
+    steps_of(first, range(2))
+    assert first.save_checkpoint(tmp_path, tag, {"epoch": 3})
+    path, client = second.load_checkpoint(tmp_path)
+    assert client == {"epoch": 3}
+    assert str(path).startswith(str(tmp_path / (tag or "step")))
+    assert (second.global_steps, second.global_samples, second.micro_steps) == (2, 16, 4)
+    assert second.cur_scale == first.cur_scale != 2.0**8
+    assert steps_of(second, range(2, 4)) == steps_of(first, range(2, 4))
+    assert third.load_checkpoint(tmp_path, load_module_only=True)[1] == {}
+    assert (third.global_steps, third.cur_scale) == (0, 2.0**8)
+    with pytest.raises(ConfigError, match="load_module_strict"):
+        third.load_checkpoint(tmp_path, load_module_strict=False)
+    with pytest.raises(ConfigError, match="exclude_frozen_parameters"):
+        third.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+
+
+def test_what_loops_ask_an_engine() -> None:
+    """By DeepSpeed's names; what the model has too, and what is done otherwise."""
+    torch.compiler.reset()
+    net = Net()
+    engine = read({}).engine(net, options=EAGER)
+    sizes = (
+        engine.train_batch_size(),
+        engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(),
+        engine.gradient_clipping(),
+        engine.zero_optimization_stage(),
+    )
+    assert sizes == (8, 4, 2, 0.5, 0)
+    assert (engine.global_rank, engine.world_size, engine.cur_scale) == (0, 1, 1.0)
+    assert (engine.get_lr(), engine.get_mom()) == ([0.02], [(0.9, 0.999)])
+    assert engine.state_dict().keys() == dict(engine.named_parameters()).keys()
+    assert engine.first is net.first
+    assert engine.to(engine.device).eval().training is False
+    assert engine.train().training
+    inputs, targets = batch(0, 0, 1)
+    loss = loss_fn(engine.forward(inputs), targets)
+    with engine.no_sync(), pytest.raises(ConfigError, match="step behind it"):
+        engine.step()
+    half = engine.backward(loss, retain_graph=True)
+    assert torch.equal(engine.backward(loss, scale_wrt_gas=False), 2 * half)
+    engine.zero_grad()
+    assert all(p.grad is None for p in engine.parameters())
+    assert not engine.was_step_applied()
+    steps_of(engine, range(1))
+    assert engine.was_step_applied()
+    engine.compile(backend="inductor")
+    for name, message in (
+        ("save_16bit_model", r"fxzero\.checkpoint\.export"),
+        ("half", "bf16.enabled"),
+        ("no_such", "no 'no_such', nor has its Net"),
+    ):
+        with pytest.raises(AttributeError, match=message):
+            getattr(engine, name)
+    with pytest.raises(ConfigError, match="is sharded, on cpu"):
+        engine.to(torch.bfloat16)
+    other = read({"zero_optimization": {"stage": 2}}).engine(Net(), options=EAGER)
+    with pytest.raises(ConfigError, match="at stage 2"), other.no_sync():
+        pass
+
+
 def test_a_schedule_goes_on_from_its_state() -> None:
     """A checkpoint holds where it is; the rule comes from the file."""
     keys = {
