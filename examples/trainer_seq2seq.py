@@ -14,6 +14,7 @@ What is left in ``--output_dir`` is a folder that ``from_pretrained`` reads.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,7 @@ from transformers import (
 
 import fxzero
 from examples.docstrings import docstrings
+from fxzero.integrations.deepspeed import FromDeepSpeed
 from fxzero.integrations.transformers import FxZeroPlugin, FxZeroSeq2SeqTrainer
 
 
@@ -77,16 +79,29 @@ def encoded(tokenizer: Any, arguments: Arguments) -> list[dict[str, Any]]:
     ]
 
 
-def by_deepspeed(file: str, model: Any, args: Seq2SeqTrainingArguments) -> dict[str, Any]:
-    """What the Trainer is made with for DeepSpeed's JSON; the arguments follow it."""
-    made = fxzero.from_deepspeed(file, args=args)
+def by_deepspeed(
+    file: str, model: Any, args: Seq2SeqTrainingArguments, num_pairs: int
+) -> FromDeepSpeed:
+    """What DeepSpeed's JSON comes to; the arguments follow it."""
+    steps = args.max_steps
+    if steps <= 0:  # as many as Trainer will take
+        batches = math.ceil(num_pairs / (args.per_device_train_batch_size * args.world_size))
+        updates = math.ceil(batches / args.gradient_accumulation_steps)
+        steps = math.ceil(args.num_train_epochs * updates)
+    made = fxzero.from_deepspeed(file, args=args, model=model, num_training_steps=steps)
     args.per_device_train_batch_size = made.rows
     args.gradient_accumulation_steps = made.micro_batches
     args.max_grad_norm = made.clip_grad_norm or 0.0
     args.bf16 = made.param_dtype is torch.bfloat16
-    optimizer = made.make_optimizer(model.parameters()) if made.make_optimizer else None
-    scheduler = made.make_scheduler(optimizer) if optimizer and made.make_scheduler else None
-    return {"fxzero": made.plugin(), "optimizers": (optimizer, scheduler)}
+    return made
+
+
+def take_optimizer(trainer: FxZeroSeq2SeqTrainer, made: FromDeepSpeed) -> None:
+    """Let a Trainer have the file's optimizer and schedule; where it has none, its own."""
+    if made.make_optimizer is not None:
+        trainer.optimizer = made.make_optimizer(trainer.model.parameters())
+    if made.make_scheduler is not None:
+        trainer.lr_scheduler = made.make_scheduler(trainer.create_optimizer())
 
 
 def main() -> None:
@@ -102,9 +117,10 @@ def main() -> None:
         model = AutoModelForSeq2SeqLM.from_pretrained(arguments.model)
     args.generation_max_length = args.generation_max_length or arguments.target_length
     data = encoded(tokenizer, arguments)
-    how: dict[str, Any] = {"fxzero": FxZeroPlugin(zero=arguments.zero)}
+    train = data[arguments.num_eval :]
+    made = None
     if arguments.deepspeed_config is not None:
-        how = by_deepspeed(arguments.deepspeed_config, model, args)
+        made = by_deepspeed(arguments.deepspeed_config, model, args, len(train))
 
     def right_bytes(prediction: Any) -> dict[str, float]:
         """The part of tokens that are the reference's, place by place."""
@@ -118,13 +134,15 @@ def main() -> None:
     trainer = FxZeroSeq2SeqTrainer(
         model=model,
         args=args,
-        train_dataset=data[arguments.num_eval :],
+        train_dataset=train,
         eval_dataset=data[: arguments.num_eval],
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         processing_class=tokenizer,
         compute_metrics=right_bytes if args.predict_with_generate else None,
-        **how,
+        fxzero=FxZeroPlugin(zero=arguments.zero) if made is None else made.plugin(),
     )
+    if made is not None:
+        take_optimizer(trainer, made)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.log_metrics("eval", trainer.evaluate())
     trainer.save_model()

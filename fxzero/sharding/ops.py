@@ -129,7 +129,7 @@ def _keep_fake(grad: Tensor, param: str) -> Tensor:
     return grad.new_empty(spec.local_shape, dtype=spec.dtype)
 
 
-def _kept(spec: ParamSpec) -> KeptGradient | None:
+def kept_of(spec: ParamSpec) -> KeptGradient | None:
     """What is kept of a parameter's gradient, unless the caller has forgotten it.
 
     An earlier backward left a zero gradient behind. If it is None now, or was written to and
@@ -180,7 +180,7 @@ def _warn_of_leftovers(state: ModelState) -> None:
         warnings.warn(
             f"gradients of {names} were kept under fxzero.no_sync, and the synchronised "
             "micro-batch did not use these parameters: they are not reduced yet, and join the next "
-            "backward that does. Use every parameter in the last micro-batch.",
+            "backward that does. Call fxzero.reduce_leftovers(model) behind the last backward.",
             FxZeroWarning,
             stacklevel=3,
         )
@@ -192,7 +192,7 @@ def _keep_grad(grad: Tensor, param: str) -> Tensor:
     state = spec.state
     late = state.synchronised and state.sync == GradSync.REDUCE.value
     _warn_of_leftovers(state)
-    kept = _kept(spec)
+    kept = kept_of(spec)
     if kept is None:
         kept = state.kept[param] = KeptGradient(grad.to(spec.dtype, copy=True), backward_number())
     else:
@@ -216,7 +216,7 @@ def _keep_grad(grad: Tensor, param: str) -> Tensor:
 def _add_kept_grad(grad: Tensor, param: str) -> Tensor:
     spec = spec_of(param)
     state = spec.state
-    kept = _kept(spec)
+    kept = kept_of(spec)
     state.kept.pop(param, None)
     state.synchronised = True
     if not state.kept and state.sync == GradSync.REDUCE_ACCUMULATED.value:

@@ -42,7 +42,7 @@ class Precision:
     initial_scale_power: int = 16
     """The dynamic scale starts at two to this power."""
     loss_scale_window: int = 1000
-    """Steps without overflow after which the dynamic scale doubles."""
+    """Steps without overflow after which the next one of its kind doubles the dynamic scale."""
     hysteresis: int = 2
     """Overflows that it takes to lower the dynamic scale: the first ones only skip a step."""
     consecutive_hysteresis: bool = False
@@ -212,7 +212,8 @@ class LossScale:
         elif self._dynamic:
             if self._rule.consecutive_hysteresis:
                 self._overflows_left = self._rule.hysteresis
-            if (self._steps - self._last_overflow) % self._rule.loss_scale_window == 0:
+            stable = self._steps - self._last_overflow - 1  # steps before this one
+            if stable > 0 and stable % self._rule.loss_scale_window == 0:
                 self._overflows_left = self._rule.hysteresis
                 self.value *= 2
         self._steps += 1

@@ -24,6 +24,7 @@ from fxzero._compat import foreach_mul_, graph_break_errors, local_tensor, pytre
 from fxzero.compiler.config import Config
 from fxzero.errors import CaptureError
 from fxzero.runtime.updates import clip_coefficient, stop_unless_finite
+from fxzero.sharding.leftovers import reduce_leftovers
 from fxzero.sharding.params import ModelState
 from fxzero.sharding.shard import no_sync
 
@@ -79,6 +80,7 @@ class LoopStep:
         for index in range(self.micro_batches):
             losses.append(self._backward(index, batch, kwargs, loss_scale or 1.0))
         loss = torch.stack(losses).mean() if len(losses) > 1 else losses[0]
+        reduce_leftovers(self.model)
         norm, skip = self._norm(loss_scale)
         if skip is None or not bool(skip):
             self.optimizer.step()

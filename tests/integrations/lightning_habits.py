@@ -118,6 +118,22 @@ class Distance(torchmetrics.Metric):
         return self.total + seen.sum()
 
 
+class SkipsALayer(Module):
+    """Whose second of two micro-batches does without a layer."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        """A layer less in each other batch."""
+        self.skips = index % 2 == 1
+        return super().training_step(batch, index)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits."""
+        x = self.model.embed(tokens)
+        for layer in self.model.layers[: 1 if getattr(self, "skips", False) else 2]:
+            x = layer(x)
+        return self.model.head(x)
+
+
 class Adversaries(LightningModule):
     """Two networks, two optimizers, and backwards by hand."""
 

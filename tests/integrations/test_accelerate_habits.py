@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.data import DataLoader, TensorDataset
@@ -50,6 +51,38 @@ def averaged(zero: int | None) -> dict[str, Tensor]:
             average.update_parameters(accelerator.unwrap_model(model))
         update_bn(loader, average)
         return _state(average.module)
+
+
+class Sometimes(nn.Module):
+    """With a layer that a forward may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.some, self.last = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        """Six numbers of each four."""
+        hidden = torch.tanh(self.first(x))
+        return self.last(hidden + self.some(hidden) if use else hidden)
+
+
+def used_at_first(zero: int | None) -> dict[str, Tensor]:
+    """Job: of two micro-batches the first alone uses a layer."""
+    with as_launched():
+        torch.manual_seed(0)
+        ddp = {"kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]}
+        accelerator = make(Loop(zero=zero, accumulate=2, args=ddp if zero is None else {}))
+        model = Sometimes()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(_data(), 4))
+        for index, (x, y) in enumerate(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(((model(x, index % 2 == 0) - y) ** 2).mean())
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        return _state(accelerator.unwrap_model(model))
 
 
 def in_turn(zero: int | None) -> tuple[list[Any], dict[str, Tensor], dict[str, Tensor]]:
@@ -123,6 +156,13 @@ def test_an_average_is_that_of_ddp(ranks: Pools, zero: int) -> None:
     """With the statistics that `update_bn` collects."""
     wanted, found = (ranks(2).run(averaged, z)[0] for z in (None, zero))
     assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_what_only_an_earlier_micro_batch_uses(ranks: Pools) -> None:
+    """Is trained as under DDP, which reduces it with the last one."""
+    wanted, found = (ranks(2).run(used_at_first, z)[0] for z in (None, 1))
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 

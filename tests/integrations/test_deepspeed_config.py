@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import re
@@ -287,6 +288,40 @@ def test_typos(path: str) -> None:
     assert re.search(r"did you mean '|there are |none of its", line.reason)
 
 
+MEANT: list[tuple[dict[str, Any], str]] = [
+    ({"max_grad_norm": 1.0}, "did you mean 'gradient_clipping'"),
+    ({"zero": {"stage": 3}}, "did you mean 'zero_optimization'"),
+    ({"zero_stage": 3}, "did you mean 'stage' in 'zero_optimization'"),
+    ({"fp16": {"fp16": True}}, "did you mean 'enabled'"),
+    ({"optimizer": {"optimizer": "AdamW"}}, "there are legacy_fusion, params, type"),
+    ({"compile": {"enabled": True}}, "fxzero compiles anyway"),
+    ({"compile": {"backend": "inductor"}}, "fxzero compiles anyway"),
+    ({"bfloat16": {"enabled": "auto"}}, "under the name bf16 alone"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}, 'say "none"'),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), MEANT)
+def test_what_people_mean(keys: dict[str, Any], message: str) -> None:
+    """By names, and values, that are near none."""
+    with pytest.raises(ConfigError, match=message):
+        fxzero.from_deepspeed({"train_batch_size": 8, "gradient_clipping": 1, **keys})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"steps_per_print": float("inf")},
+        *({"data_types": {"grad_accum_dtype": name}} for name in ("float32", "float", "half")),
+        {"data_types": {"grad_accum_dtype": "bfloat16"}},
+    ],
+)
+def test_what_deepspeed_takes_too(keys: dict[str, Any]) -> None:
+    """Never to print, and torch's names of dtypes."""
+    (line,) = examine({**FULL, **keys}, world_size=1).lines[-1:]
+    assert line.verdict is Verdict.NEEDLESS
+
+
 def test_a_hint_names_the_key() -> None:
     """Not any key."""
     with pytest.raises(ConfigError, match="did you mean 'reduce_bucket_size'") as raised:
@@ -459,6 +494,50 @@ def test_versions() -> None:
             fxzero.from_deepspeed(without, deepspeed_version=version)
 
 
+def test_the_window_of_a_loss_scale() -> None:
+    """It ended a step earlier before 0.17, but at stage 0."""
+    fp16 = {"train_batch_size": 8, "gradient_clipping": 1.0, "fp16": {"enabled": True}}
+    for version, stage, differs in (
+        ("0.16.9", 2, True),
+        ("0.17.0", 2, False),
+        ("0.16.9", 0, False),
+    ):
+        keys = {**fp16, "zero_optimization": {"stage": stage}}
+        made = fxzero.from_deepspeed(keys, deepspeed_version=version, world_size=1)
+        assert ("a step later" in reason_of(made, "fp16.enabled")) is differs
+
+
+def test_low_precision_at_stage_0() -> None:
+    """Has no hysteresis in DeepSpeed, and an update by zeros that is said, not made."""
+    fp16 = {"enabled": True, "hysteresis": 4, "consecutive_hysteresis": True, "min_loss_scale": 2}
+    keys = {**FULL, "bf16": {"enabled": False}, "fp16": fp16, "scheduler": {}}
+    for stage, hysteresis in ((0, 1), (1, 4)):
+        made = fxzero.from_deepspeed({**keys, "zero_optimization": {"stage": stage}}, world_size=1)
+        assert made.precision.hysteresis == hysteresis
+        assert made.precision.consecutive_hysteresis is (stage == 1)
+        verdicts = {line.key: line.verdict for line in made.lines}
+        wanted = Verdict.MAPPED if stage else Verdict.NEEDLESS
+        assert verdicts["fp16.hysteresis"] is verdicts["fp16.consecutive_hysteresis"] is wanted
+        assert ("counts a step more" in reason_of(made, "fp16.enabled")) is (stage == 0)
+        assert ("skips on" in reason_of(made, "fp16.min_loss_scale")) is (stage == 0)
+    sgd = {**keys, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 0}}
+    made = fxzero.from_deepspeed(sgd, world_size=1)
+    assert "counts a step more" not in reason_of(made, "fp16.enabled")
+
+
+def test_no_parameters_may_live() -> None:
+    """Asks for no prefetch."""
+    keys = {"stage": 3, "stage3_max_live_parameters": 0}
+    made = fxzero.from_deepspeed({**FULL, "zero_optimization": keys}, world_size=1)
+    assert made.options["prefetch"] == {"distance": 0}
+
+
+def reason_of(made: FromDeepSpeed, key: str) -> str:
+    """What the line of a key says."""
+    (line,) = [line for line in made.lines if line.key == key]
+    return line.reason
+
+
 def test_files(tmp_path: Path) -> None:
     """What is no configuration says so."""
     file = tmp_path / "ds.json"
@@ -474,8 +553,19 @@ def test_files(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
             fxzero.from_deepspeed(file)
-    file.write_text(json.dumps(FULL))
+    file.write_text("\ufeff" + json.dumps(FULL))  # as some editors begin a file
     assert fxzero.from_deepspeed(str(file)).zero == 3
+    for said in (FULL, {**FULL, "train_batch_size": 8.5}):
+        text = base64.urlsafe_b64encode(json.dumps(said).encode()).decode()
+        if said is FULL:
+            assert fxzero.from_deepspeed(text).zero == 3
+        else:
+            with pytest.raises(ConfigError, match="the configuration in base64 has a key"):
+                fxzero.from_deepspeed(text)
+    with pytest.raises(ConfigError, match="names no file"):
+        fxzero.from_deepspeed("")
+    with pytest.raises(ConfigError, match=r"place of a path: json\.loads it"):
+        fxzero.from_deepspeed(json.dumps(FULL))
     with pytest.raises(ConfigError, match="path of a JSON file or a dict"):
         fxzero.from_deepspeed(7)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="did you mean 'learning_rate'"):
@@ -525,6 +615,8 @@ OPTIMIZERS: list[tuple[str, dict[str, Any], Any]] = [
     ("AdamW", {"lr": "1e-3"}, "must be a number"),
     ("AdamW", {"lr": "auto"}, "learning_rate="),
     ("AdamW", {"amsgrad": "auto"}, "resolved by nobody"),
+    ("SGD", {"lr": 0.1, "momentum": "auto"}, '"auto" is resolved by nobody here: say a value'),
+    ("auto", {}, '"auto" is resolved by nobody. Choose AdamW'),
     ("SGD", {"lr": -1}, "must be a number"),
     ("sgd", {"lr": 0.1}, "did you mean 'SGD'"),
     ("Lamb", {}, "torch has no Lamb"),
@@ -554,7 +646,8 @@ SCHEDULES: list[tuple[str, dict[str, Any], str]] = [
     ("OneCycle", {"cycle_min_lr": 0.1}, "cycle_max_lr = .*needs it"),
     ("WarmupLR", {"warmup_max_lr": 1, "warmup_num_steps": 0}, "whole number of 1 or more"),
     ("WarmupLR", {"warmup_max_lr": 1, "warmup_num_steps": 1e3}, "whole number of 1 or more"),
-    ("WarmupLR", {"warmup_max_lr": 1, "warmup_type": "cosine"}, "did you mean 'linear'"),
+    ("WarmupLR", {"warmup_max_lr": 1, "warmup_type": "cosine"}, "WarmupCosineLR"),
+    ("WarmupLR", {"warmup_max_lr": 1, "warmup_type": "lin"}, "did you mean 'linear'"),
     ("WarmupLR", {"warmup_max_lr": 1, "total_num_steps": 9}, "no such parameter"),
     ("WarmupLR", {"warmup_max_lr": "auto"}, "learning_rate="),
     ("WarmupRL", {}, "did you mean 'WarmupLR'"),
@@ -569,6 +662,16 @@ def test_schedules_that_cannot_be(kind: str, params: dict[str, Any], message: st
     """With what to say instead."""
     with pytest.raises(ConfigError, match=message):
         fxzero.from_deepspeed({**FULL, "scheduler": {"type": kind, "params": params}}, world_size=1)
+
+
+def test_rates_for_other_groups_than_there_are() -> None:
+    """Are found with the optimizer."""
+    params = {"warmup_max_lr": 1.0, "warmup_min_lr": [0.1, 0.2]}
+    config = {**FULL, "scheduler": {"type": "WarmupLR", "params": params}}
+    made = fxzero.from_deepspeed(config, world_size=1)
+    assert made.make_scheduler is not None
+    with pytest.raises(ConfigError, match="each of 2 parameter groups, and the optimizer has 1"):
+        made.make_scheduler(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
 
 
 def test_a_schedule_of_torchs() -> None:

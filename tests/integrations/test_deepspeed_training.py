@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "saved values": {"activation_checkpointing": {"cpu_checkpointing": True}},
     "bf16 reduced": {"communication_data_type": "bf16", "zero_optimization": {"stage": 2}},
+    "none live": {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 0}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
     "NAdam": {"optimizer": {"type": "NAdam", "params": {"lr": 0.01}}},
     "StepLR": {"scheduler": {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}},
@@ -157,6 +158,118 @@ def test_what_contradicts_the_file() -> None:
     assert engine.get_lr() == [0.1]
 
 
+class Spare(Net):
+    """With a layer that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_has_no_gradient_decays(stage: int) -> None:
+    """DeepSpeed updates it by zeros; a whole step leaves it, as torch's optimizers do."""
+    torch.compiler.reset()
+    made = read({"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 1})
+    for door in ("engine", "step"):
+        net = Spare()
+        before = net.spare.weight.detach().clone()
+        if door == "engine":
+            engine = made.engine(net, options=EAGER)
+            inputs, targets = batch(0, 0, 1)
+            engine.backward(loss_fn(engine(inputs), targets))
+            engine.step()
+        else:
+            made.compile_step(net, loss_fn=loss_fn, options=EAGER)(*batch(0, 0, 1))
+        decay = 1 - 0.02 * 0.1 if door == "engine" else 1.0
+        torch.testing.assert_close(net.spare.weight.detach(), before * decay)
+
+
+def steps_of(engine: Any, numbers: range) -> list[float]:
+    """Train some steps, and return the losses of their last micro-batches."""
+    losses = []
+    for number in numbers:
+        inputs, targets = batch(number, 0, 1)
+        for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True):
+            loss = loss_fn(engine(x), y)
+            engine.backward(loss)
+            engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("tag", [None, "best"])
+def test_checkpoints_of_an_engine(tmp_path: Path, tag: str | None) -> None:
+    """Another engine goes on from one, counters, scale and schedule too."""
+    keys = {
+        "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 1},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}},
+        "zero_optimization": {"stage": 1},
+    }
+    torch.compiler.reset()
+    first, second, third = (read(keys).engine(Net(), options=EAGER) for _ in range(3))
+    assert second.load_checkpoint(tmp_path) == (None, None)
+    steps_of(first, range(2))
+    assert first.save_checkpoint(tmp_path, tag, {"epoch": 3})
+    path, client = second.load_checkpoint(tmp_path)
+    assert client == {"epoch": 3}
+    assert str(path).startswith(str(tmp_path / (tag or "step")))
+    assert (second.global_steps, second.global_samples, second.micro_steps) == (2, 16, 4)
+    assert second.cur_scale == first.cur_scale != 2.0**8
+    assert steps_of(second, range(2, 4)) == steps_of(first, range(2, 4))
+    assert third.load_checkpoint(tmp_path, load_module_only=True)[1] == {}
+    assert (third.global_steps, third.cur_scale) == (0, 2.0**8)
+    with pytest.raises(ConfigError, match="load_module_strict"):
+        third.load_checkpoint(tmp_path, load_module_strict=False)
+    with pytest.raises(ConfigError, match="exclude_frozen_parameters"):
+        third.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+
+
+def test_what_loops_ask_an_engine() -> None:
+    """By DeepSpeed's names; what the model has too, and what is done otherwise."""
+    torch.compiler.reset()
+    net = Net()
+    engine = read({}).engine(net, options=EAGER)
+    sizes = (
+        engine.train_batch_size(),
+        engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(),
+        engine.gradient_clipping(),
+        engine.zero_optimization_stage(),
+    )
+    assert sizes == (8, 4, 2, 0.5, 0)
+    assert (engine.global_rank, engine.world_size, engine.cur_scale) == (0, 1, 1.0)
+    assert (engine.get_lr(), engine.get_mom()) == ([0.02], [(0.9, 0.999)])
+    assert engine.state_dict().keys() == dict(engine.named_parameters()).keys()
+    assert engine.first is net.first
+    assert engine.to(engine.device).eval().training is False
+    assert engine.train().training
+    inputs, targets = batch(0, 0, 1)
+    loss = loss_fn(engine.forward(inputs), targets)
+    with engine.no_sync(), pytest.raises(ConfigError, match="step behind it"):
+        engine.step()
+    half = engine.backward(loss, retain_graph=True)
+    assert torch.equal(engine.backward(loss, scale_wrt_gas=False), 2 * half)
+    engine.zero_grad()
+    assert all(p.grad is None for p in engine.parameters())
+    assert not engine.was_step_applied()
+    steps_of(engine, range(1))
+    assert engine.was_step_applied()
+    engine.compile(backend="inductor")
+    for name, message in (
+        ("save_16bit_model", r"fxzero\.checkpoint\.export"),
+        ("half", "bf16.enabled"),
+        ("no_such", "no 'no_such', nor has its Net"),
+    ):
+        with pytest.raises(AttributeError, match=message):
+            getattr(engine, name)
+    with pytest.raises(ConfigError, match="is sharded, on cpu"):
+        engine.to(torch.bfloat16)
+    other = read({"zero_optimization": {"stage": 2}}).engine(Net(), options=EAGER)
+    with pytest.raises(ConfigError, match="at stage 2"), other.no_sync():
+        pass
+
+
 def test_a_schedule_goes_on_from_its_state() -> None:
     """A checkpoint holds where it is; the rule comes from the file."""
     keys = {
@@ -212,3 +325,20 @@ def test_a_tools_own_loop_does_not_scale_the_loss() -> None:
     made = fxzero.from_deepspeed(said, world_size=1)
     with pytest.raises(fxzero.ConfigError, match=r"trains in fp16, .* Say bf16"):
         made.plugin()
+
+
+def test_a_tools_own_loop_does_not_look_at_gradients() -> None:
+    """Asked for that is refused; where it is DeepSpeed's default it is said."""
+    said = {"train_batch_size": 2, "gradient_clipping": 1.0}
+    for bf16, version in (({}, "0.19.8"), ({"check_grad_overflow": True}, None)):
+        keys = {**said, "bf16": {"enabled": True, **bf16}}
+        made = fxzero.from_deepspeed(keys, deepspeed_version=version, world_size=1)
+        if bf16:
+            with pytest.raises(ConfigError, match=r"overflow: true, .*\(whole_step=True\)"):
+                made.plugin()
+        else:
+            with pytest.warns(fxzero.FxZeroWarning, match="check_grad_overflow on by default"):
+                made.plugin()
+        assert (made.plugin(whole_step=True).options or {})["stop_unless_finite"] is True
+    quiet = {**said, "bf16": {"enabled": True, "check_grad_overflow": False}}
+    fxzero.from_deepspeed(quiet, world_size=1).plugin()

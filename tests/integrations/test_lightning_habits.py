@@ -54,6 +54,9 @@ HABITS = {
         zero={"zero": 1},
         settings={"callbacks": [callbacks.GradientAccumulationScheduler({0: 1, 1: 3})]},
     ),
+    "a layer that the last micro-batch skips": Habit(
+        habits.SkipsALayer, {"zero": 1}, {"accumulate_grad_batches": 2}, ddp=UNUSED
+    ),
     "a line search": Habit(habits.LineSearched),
     "averaged at the end": Habit(
         settings={"callbacks": [callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)]}

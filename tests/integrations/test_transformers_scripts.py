@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +84,45 @@ def test_the_page_shows_the_difference() -> None:
     assert shown.startswith(wanted), f"the page should show\n{wanted}"
 
 
+AUTO_SCHEDULE = {
+    "type": "WarmupDecayLR",
+    "params": dict.fromkeys(
+        ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"
+    ),
+}
+
+
+def test_the_seq2seq_script_follows_a_schedule_alone(tmp_path: Path) -> None:
+    """Of Trainer's own optimizer, over as many steps as Trainer takes."""
+    from transformers import Seq2SeqTrainingArguments
+
+    from examples.trainer_seq2seq import by_deepspeed, take_optimizer
+
+    args = Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_train_epochs=1.5,
+        warmup_steps=2,
+        use_cpu=True,
+    )
+    zero = {"stage": 2, "reduce_bucket_size": "auto"}
+    sizes = ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
+    said = {**dict.fromkeys(sizes, "auto"), "zero_optimization": zero, "scheduler": AUTO_SCHEDULE}
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(said))
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=8))
+    made = by_deepspeed(str(file), model, args, num_pairs=41)  # 11 batches, 6 updates, 9 in all
+    assert made.options["bucket"] == {"cap_bytes": 64 * 4}
+    assert made.make_scheduler is not None
+    assert made.make_scheduler.settings["total_num_steps"] == 9
+    assert made.make_scheduler.settings["warmup_num_steps"] == 2
+    own = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    trainer = SimpleNamespace(optimizer=own, lr_scheduler=None, create_optimizer=lambda: own)
+    take_optimizer(trainer, made)  # type: ignore[arg-type]
+    assert trainer.lr_scheduler.optimizer is trainer.optimizer is own
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
@@ -98,7 +139,8 @@ def test_the_seq2seq_script_trains_by_deepspeeds_json(tmp_path: Path, goes_on: b
         "auto",
     )
     zero = {"stage": 2, "reduce_bucket_size": 5e7}
-    said.write_text(json.dumps({**sizes, "zero_optimization": zero, "optimizer": optimizer}))
+    trains = {"scheduler": AUTO_SCHEDULE} if goes_on else {"optimizer": optimizer}
+    said.write_text(json.dumps({**sizes, "zero_optimization": zero, **trains}))
     more = [*more, "--deepspeed_config", str(said)]
     folder = str(tmp_path)
     first = run("examples/trainer_seq2seq.py", "--output_dir", folder, *more, *SETTINGS)

@@ -7,9 +7,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import fxzero
+from fxzero.sharding.leftovers import reduce_leftovers
+from fxzero.sharding.shard import model_state
 from tests.parity.harness import Pools
 from tests.parity.models import Example
 from tests.parity.sharded import (
@@ -225,3 +229,48 @@ def keep_after_the_reduction(zero: int) -> None:
     example.loss(model, rows_of_rank(second)).backward()
     with pytest.warns(fxzero.FxZeroWarning, match="came after the synchronised backward"):
         kept.backward()
+
+
+class Sometimes(nn.Module):
+    """With a head that a forward may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.head = nn.Linear(3, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        """(B, 3) to a scalar."""
+        hidden = torch.tanh(self.always(x))
+        return (hidden + self.head(hidden) if use else hidden).square().mean()
+
+
+@on_two_ranks
+@pytest.mark.parametrize(("zero", "users"), [(0, (0, 1)), (1, (0, 1)), (0, (1,))])
+def test_what_only_an_earlier_micro_batch_uses(
+    ranks: Pools, world: int, zero: int, users: tuple[int, ...]
+) -> None:
+    """Is reduced when it is asked for; at stage 0 also where one rank alone has used it."""
+    ranks(world).run(use_once, zero, users)
+
+
+def use_once(zero: int, users: tuple[int, ...]) -> None:
+    """Job: twice, as what was kept is then forgotten."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, reference = Sometimes().to(FLOAT64), Sometimes().to(FLOAT64)
+    fxzero.shard(model, zero=zero)
+    x = torch.randn(4, world, 2, 3, dtype=FLOAT64, generator=torch.Generator().manual_seed(0))
+    for step in range(2):
+        model.zero_grad()
+        reference.zero_grad()
+        for part in range(2):
+            with fxzero.no_sync(model) if part == 0 else nullcontext():
+                model(x[2 * step + part, rank], part == 0 and rank in users).backward()
+            for each in range(world):
+                loss = reference(x[2 * step + part, each], part == 0 and each in users)
+                (loss / world).backward()
+        reduce_leftovers(model)
+        assert_same(full_gradients(model), full_gradients(reference), TIGHT)
+        state = model_state(model)
+        assert state is not None
+        assert (state.kept, state.synchronised) == ({}, False)

@@ -705,6 +705,19 @@ def test_hooks_of_the_optimizer_run() -> None:
     assert len(calls) == 3
 
 
+LOSS_SCALES: list[tuple[str, bool, list[int]]] = [
+    ("000000000000", False, [16, 16, 16, 16, 32, 32, 32, 32, 64, 64, 64, 64]),
+    ("100000000000", False, [16, 16, 16, 16, 16, 32, 32, 32, 32, 64, 64, 64]),
+    ("110000000000", False, [16, 8, 8, 8, 8, 8, 16, 16, 16, 16, 32, 32]),
+    ("000001000011", False, [16, 16, 16, 16, 32, 32, 32, 32, 32, 32, 16, 8]),
+    ("101000011010", False, [16, 16, 8, 8, 8, 8, 8, 4, 2, 2, 1, 1]),
+    ("000001000011", True, [16, 16, 16, 16, 32, 32, 32, 32, 32, 32, 32, 16]),
+    ("101000011010", True, [16, 16, 16, 16, 16, 16, 16, 16, 8, 8, 8, 8]),
+]
+"""Overflows, consecutive_hysteresis, and the scale behind each step by DeepSpeed 0.19.8's
+``DynamicLossScaler(init_scale=16, scale_window=4, min_scale=1, delayed_shift=2)``."""
+
+
 class TestLossScale:
     """The meaning of DeepSpeed's fields."""
 
@@ -727,10 +740,27 @@ class TestLossScale:
         """Of steps without overflow, counted from the last one."""
         scale = self.scale(loss_scale_window=3, hysteresis=1, initial_scale_power=4)
         values = []
-        for overflow in (False, False, True, False, False, False, False):
+        for overflow in (False, False, True, False, False, False, False, False):
             scale.update(overflow)
             values.append(scale.value)
-        assert values == [16, 16, 8, 8, 8, 16, 16]
+        assert values == [16, 16, 8, 8, 8, 8, 16, 16]
+
+    @pytest.mark.parametrize(("overflows", "consecutive", "expected"), LOSS_SCALES)
+    def test_the_sequences_of_deepspeed(
+        self, overflows: str, consecutive: bool, expected: list[int]
+    ) -> None:
+        """Of its scale and its hysteresis, step by step."""
+        scale = self.scale(
+            loss_scale_window=4,
+            hysteresis=2,
+            consecutive_hysteresis=consecutive,
+            initial_scale_power=4,
+        )
+        values = []
+        for overflow in overflows:
+            scale.update(overflow == "1")
+            values.append(scale.value)
+        assert values == expected
 
     def test_the_minimum_is_an_error(self) -> None:
         """A run that overflows at the smallest scale is broken."""

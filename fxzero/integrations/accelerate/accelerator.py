@@ -18,7 +18,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import is_compiled_module
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxzero.errors import ConfigError
@@ -30,6 +30,7 @@ from fxzero.integrations.accelerate.refusals import (
 from fxzero.integrations.accelerate.saved_state import Trained, trained
 from fxzero.integrations.plugin import FxZeroPlugin
 from fxzero.integrations.whole import whole, whole_weights
+from fxzero.sharding.leftovers import reduce_leftovers
 from fxzero.sharding.shard import model_state, no_sync
 from fxzero.sharding.whole_value import replaced
 
@@ -116,6 +117,14 @@ class FxZeroAccelerator(Accelerator):
                 yield
         else:
             yield
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As accelerate's; the last of a step also reduces gradients of parameters that only
+        micro-batches before it have used."""
+        super().backward(loss, **kwargs)
+        if self.sync_gradients:
+            for model in self._models:
+                reduce_leftovers(model)
 
     @contextlib.contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:

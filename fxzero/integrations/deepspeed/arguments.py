@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fxzero.integrations.deepspeed.kinds import Kind
+from fxzero.integrations.deepspeed.kinds import ANY, Kind
 from fxzero.integrations.deepspeed.lines import Found, Verdict
 from fxzero.integrations.deepspeed.near import near
 
@@ -30,8 +30,9 @@ def check_arguments(
         kind = kinds.get(name)
         if kind is None:
             reason = f"{who} has no such parameter: {near(str(name), kinds)}"
-        elif value == "auto" and kind.problem(value):
-            reason = f'"auto" is resolved by nobody here: it must be {kind.what}.'
+        elif value == "auto":
+            what = "say a value" if kind is ANY else f"it must be {kind.what}"
+            reason = f'"auto" is resolved by nobody here: {what}.'
         else:
             reason = kind.problem(value)
         if reason:

@@ -8,8 +8,8 @@ takes for some keys and not for others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fxzero.integrations.deepspeed.near import near
@@ -25,11 +25,15 @@ class Kind:
     nullable: bool = False
     convert: Callable[[Any], Any] | None = None
     choices: tuple[str, ...] = ()
+    hints: Mapping[str, str] = field(default_factory=dict)
+    """By values that are none of it: what was meant."""
 
     def problem(self, value: Any) -> str:
         """What is wrong with a value; empty for nothing."""
         if value is None and self.nullable:
             return ""
+        if isinstance(value, str) and value in self.hints:
+            return self.hints[value]
         if self.choices and isinstance(value, str) and not self.accepts(value):
             return f"{near(value, self.choices)}"
         return "" if self.accepts(value) else f"must be {self.what}."
@@ -81,6 +85,10 @@ BOOL = Kind("true or false", lambda v: isinstance(v, bool))
 INT = whole()
 COUNT = whole(1)
 SIZE = whole(0)
+PERIOD = Kind(
+    "a number, or Infinity for never",
+    lambda v: _is_number(v) or (isinstance(v, float) and v == math.inf),
+)
 NUMBER = Kind("a number", _is_number)
 SHARE = Kind("a number between 0 and 1", lambda v: _is_number(v) and 0 <= v <= 1)
 TEXT = Kind("text", lambda v: isinstance(v, str))

@@ -57,6 +57,7 @@ NOT_IN_TORCH = {
     "zerooneadam": "0/1 Adam",
     "onebitlamb": "1-bit Lamb",
 }
+NAME_ONE = "Choose AdamW, say, or leave_out=['optimizer'] and pass your own."
 NO_LOSS_TWICE = {"LBFGS": "it computes the loss several times a step, which DeepSpeed does not"}
 
 
@@ -92,11 +93,13 @@ def map_optimizer(found: Found) -> MadeOptimizer | None:
         found.refuse(PARAMS, "max_grad_norm is no optimizer's. Say gradient_clipping.")
         return None
     low = name.lower()
+    if low == "auto":
+        found.refuse(TYPE, f'"auto" is resolved by nobody. {NAME_ONE}')
+        return None
     if low in NOT_IN_TORCH:
         found.refuse(
             TYPE,
-            f"torch has no {NOT_IN_TORCH[low]}. Choose AdamW, say, or leave_out=['optimizer'] and "
-            "pass your own.",
+            f"torch has no {NOT_IN_TORCH[low]}. {NAME_ONE}",
         )
         return None
     if low in ("adam", "adamw"):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fxzero.integrations.deepspeed.lines import Found
-from fxzero.integrations.deepspeed.versions import CHECKS_BF16, Version
+from fxzero.integrations.deepspeed.versions import CHECKS_BF16, WINDOW_AFTER, Version
 from fxzero.sharding.precision import Precision
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -21,6 +21,12 @@ SCALE = (
     "min_loss_scale",
 )
 """Fields of ``fp16``, which `Precision` has by the same names and with the same defaults."""
+
+
+OF_STAGES = ("hysteresis", "consecutive_hysteresis")
+"""Those of them that DeepSpeed has at stages 1 to 3."""
+AT_MINIMUM = ": an overflow at it is an error, where DeepSpeed at stage 0 skips on"
+STAGE = "zero_optimization.stage"
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ def map_precision(found: Found, version: Version | None) -> Dtypes:
         on = found.get(f"{name}.enabled", False)
         found.mapped(
             f"{name}.enabled",
-            f"shard(param_dtype={DTYPES[name]}), fp32 masters" if on else "not computed in it",
+            _computed(found, name, version) if on else "not computed in it",
         )
     communicated = found.get("communication_data_type")
     reduce = DTYPES[communicated] if communicated else None
@@ -60,12 +66,25 @@ def map_precision(found: Found, version: Version | None) -> Dtypes:
     if stops and "bf16.check_grad_overflow" not in found.values:
         found.mapped(
             "bf16.enabled",
-            "shard(param_dtype=torch.bfloat16), fp32 masters; options "
-            "stop_unless_finite=true, as check_grad_overflow is on by default",
+            f"{_computed(found, 'bf16', version)}; options stop_unless_finite=true, as "
+            "check_grad_overflow is on by default",
         )
     # DeepSpeed hands a loss function what the model computes, in the dtype that it computes in.
     precision = Precision(param_dtype=param, reduce_dtype=reduce, fp32_loss=param is None, **scale)
     return Dtypes(param, reduce, precision, stops)
+
+
+def _computed(found: Found, name: str, version: Version | None) -> str:
+    said = f"shard(param_dtype={DTYPES[name]}), fp32 masters"
+    stage = found.get(STAGE, 0)
+    if stage and name == "fp16" and version is not None and version < WINDOW_AFTER:
+        said += "; the loss scale's window ends a step later, as since DeepSpeed 0.17"
+    if not stage and str(found.get("optimizer.type", "")).lower() in ("adam", "adamw"):
+        said += (
+            "; at stage 0 DeepSpeed begins with an update by zeros, so that its Adam counts a step "
+            "more and decays once more: that is not repeated"
+        )
+    return said
 
 
 def _check_param_dtype(found: Found, param: torch.dtype | None) -> None:
@@ -78,15 +97,19 @@ def _check_param_dtype(found: Found, param: torch.dtype | None) -> None:
 
 
 def _loss_scale(found: Found, fp16: bool) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
+    stage = found.get(STAGE, 0)
+    fields: dict[str, Any] = {} if stage or not fp16 else {"hysteresis": 1}
     for name in SCALE:
         path = f"fp16.{name}"
         if not fp16:
             found.needless(path, "fp16.enabled is false")
+        elif not stage and name in OF_STAGES:
+            found.needless(path, "at stage 0 DeepSpeed lowers the scale at each overflow")
         elif found.has(path):
             value = found.get(path)
             fields[name] = float(value) if name in ("loss_scale", "min_loss_scale") else value
-            found.mapped(path, f"Precision({name}={fields[name]})")
+            ends = "" if stage or name != "min_loss_scale" else AT_MINIMUM
+            found.mapped(path, f"Precision({name}={fields[name]}){ends}")
     return fields
 
 
@@ -99,7 +122,7 @@ def _stops(found: Found, bf16: bool, version: Version | None) -> bool:
     found.mapped(
         path,
         "options stop_unless_finite=true: compile_step stops and names the parameters, where "
-        "DeepSpeed skips the step; engine() skips it too"
+        "DeepSpeed skips the step; engine() skips it too; the loop of a plugin() looks at nothing"
         if checks
         else "gradients are not looked at",
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 from fxzero.errors import ConfigError
 
 Source = str | PathLike[str] | Mapping[str, Any]
-"""What says a configuration: the path of a JSON file, or what one holds."""
+"""What says a configuration: the path of a JSON file, or what one holds; JSON in base64 too."""
 
 
 def read_config(source: Source) -> tuple[dict[str, Any], str]:
@@ -26,19 +28,41 @@ def read_config(source: Source) -> tuple[dict[str, Any], str]:
         raise ConfigError(
             f"from_deepspeed takes the path of a JSON file or a dict, not {type(source).__name__}"
         )
+    if not str(source):
+        raise ConfigError("from_deepspeed('') names no file. Name DeepSpeed's JSON.")
+    if str(source).lstrip().startswith("{"):
+        raise ConfigError("from_deepspeed was given JSON in the place of a path: json.loads it.")
+    held = _in_base64(source)
+    if held is not None:
+        return _parsed(held, "the configuration in base64")
     path = Path(source)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file. Name DeepSpeed's JSON.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
+    return _parsed(text, str(path))
 
+
+def _in_base64(source: str | PathLike[str]) -> str | None:
+    """JSON that launchers hand over in the place of a path, as DeepSpeed takes it; None for any
+    other text."""
+    if not isinstance(source, str) or os.path.isfile(source):
+        return None
+    try:
+        text = base64.urlsafe_b64decode(source).decode("utf-8")
+    except ValueError:
+        return None
+    return text if text.startswith("{") else None
+
+
+def _parsed(text: str, where: str) -> tuple[dict[str, Any], str]:
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = sorted({key for key, _ in items if [k for k, _ in items].count(key) > 1})
         if twice:
             raise ConfigError(
-                f"{path} has {', '.join(map(repr, twice))} twice in one object, so that nobody "
+                f"{where} has {', '.join(map(repr, twice))} twice in one object, so that nobody "
                 "knows which holds. Leave one."
             )
         return dict(items)
@@ -47,12 +71,12 @@ def read_config(source: Source) -> tuple[dict[str, Any], str]:
         found = json.loads(text, object_pairs_hook=pairs, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"{path} is no JSON: {error.msg} in line {error.lineno}, column {error.colno}. "
+            f"{where} is no JSON: {error.msg} in line {error.lineno}, column {error.colno}. "
             "(Comments and trailing commas, which DeepSpeed's Hjson takes, are none.)"
         ) from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds a {type(found).__name__}, and should hold an object")
-    return found, str(path)
+        raise ConfigError(f"{where} holds a {type(found).__name__}, and should hold an object")
+    return found, where
 
 
 def _no_constant(word: str) -> float:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fxzero.compiler.config import Config
-from fxzero.errors import ConfigError
+from fxzero.errors import ConfigError, FxZeroWarning
 from fxzero.integrations.deepspeed.engine import Engine
 from fxzero.integrations.deepspeed.lines import Line
 from fxzero.integrations.deepspeed.map_optimizer import MadeOptimizer
@@ -96,11 +96,12 @@ class FromDeepSpeed:
             whole_step: one graph to the update, for tools that can: see `FxZeroPlugin`.
 
         Raises:
-            ConfigError: the configuration says what such a loop does not do: a loss scale, or what
-                whole steps alone do.
+            ConfigError: the configuration says what such a loop does not do: a loss scale, a look
+                at bf16 gradients, or what whole steps alone do.
         """
         if not whole_step:
             self._check_loop("a tool's own loop")
+            self._say_unchecked()
         if self.param_dtype is torch.float16:
             raise ConfigError(
                 f"{self.source} trains in fp16, for which the loss is scaled, and a tool's own "
@@ -187,7 +188,9 @@ class FromDeepSpeed:
             model,
             optimizer,
             scheduler,
+            rows=self.rows,
             micro_batches=self.micro_batches,
+            train_batch_size=self.train_batch_size,
             clip_grad_norm=self.clip_grad_norm,
             loss_scale=LossScale(self.precision) if fp16 else None,
             skips=bool(self.options.get("stop_unless_finite", False)),
@@ -240,6 +243,27 @@ class FromDeepSpeed:
                     f"{self.source} {what} (options {name}={self.options[name]}), which is a whole "
                     f"step's: use compile_step in the place of {who}, or leave it out."
                 )
+
+    def _say_unchecked(self) -> None:
+        """Say that a tool's own loop updates by gradients that are not finite, too."""
+        if not self.options.get("stop_unless_finite", False):
+            return
+        asked = [line.key for line in self.lines if line.key.endswith(".check_grad_overflow")]
+        what = (
+            "a tool's own loop does not look for gradients that are not finite, and would update "
+            "by them. Say bf16.check_grad_overflow: false"
+        )
+        if asked:
+            raise ConfigError(
+                f"{self.source} says {asked[0]}: true, and {what}, or train by "
+                "plugin(whole_step=True), engine() or compile_step()."
+            )
+        warnings.warn(
+            f"{self.source} trains in bf16, for which DeepSpeed has check_grad_overflow on by "
+            f"default, and {what}, if that is meant; plugin(whole_step=True) stops there.",
+            FxZeroWarning,
+            stacklevel=3,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON has it; dtypes and classes by their names."""

@@ -11,13 +11,14 @@ Sources: Smith 2018 (arXiv 1803.09820) for OneCycle and LRRangeTest.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fxzero.errors import ConfigError
 from fxzero.integrations.deepspeed.kinds import (
     BOOL,
     COUNT,
@@ -35,8 +36,19 @@ Rates = float | tuple[float, ...] | list[float]
 
 
 def each(value: Rates, count: int) -> list[float]:
-    """A value for each of so many parameter groups."""
-    return list(value) if isinstance(value, (list, tuple)) else [value] * count
+    """A value for each of so many parameter groups.
+
+    Raises:
+        ConfigError: there are more, or fewer.
+    """
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise ConfigError(
+            f"the schedule has {list(value)}, one for each of {len(value)} parameter groups, and "
+            f"the optimizer has {count}. Say one number for all, or {count}."
+        )
+    return list(value)
 
 
 def warm(iteration: int, steps: int, how: str) -> float:
@@ -54,7 +66,9 @@ class WarmupLR:
         "warmup_min_lr": NUMBERS,
         "warmup_max_lr": NUMBERS.or_null,
         "warmup_num_steps": EXACT_COUNT,
-        "warmup_type": one_of("log", "linear"),
+        "warmup_type": replace(
+            one_of("log", "linear"), hints={"cosine": "that is scheduler.type: WarmupCosineLR."}
+        ),
     }
     required: ClassVar[tuple[str, ...]] = ()
 

@@ -12,6 +12,7 @@ from fxzero.integrations.deepspeed.kinds import (
     INT,
     MAPPING,
     NUMBER,
+    PERIOD,
     SIZE,
     TEXT,
     TEXTS,
@@ -32,6 +33,13 @@ from fxzero.integrations.deepspeed.schema_features import FEATURES
 from fxzero.integrations.deepspeed.schema_zero import ZERO
 
 DTYPE = one_of("fp32", "fp16", "bf16", any_case=True)
+TORCH_DTYPE = one_of(
+    *("fp32", "float32", "float", "torch.float32"),
+    *("fp16", "float16", "half", "torch.float16"),
+    *("bf16", "bfloat16", "torch.bfloat16"),
+    any_case=True,
+)
+"""Where DeepSpeed takes torch's names too."""
 PRINTS = "it only prints; `fxzero trace`, `report` and `estimate` say where time and memory go"
 SAVED_ANYWAY = "fxzero.checkpoint has its own format, checked when it is read"
 OWN_LOADER = "fxzero makes no data loader: say it to yours"
@@ -154,7 +162,7 @@ CHECKPOINT = Section(
 DATA_TYPES = Section(
     {
         "grad_accum_dtype": needless(
-            DTYPE.or_null, "gradients are added up in the masters' dtype, which is as exact"
+            TORCH_DTYPE.or_null, "gradients are added up in the masters' dtype, which is as exact"
         ),
         "param_dtype": mapped(DTYPE.or_null, "what bf16.enabled and fp16.enabled say"),
         "buffer_dtype": refused(
@@ -225,7 +233,7 @@ TOP = Section(
         "checkpoint": CHECKPOINT,
         "data_types": DATA_TYPES,
         "pipeline": PIPELINE,
-        "steps_per_print": needless(NUMBER.or_null, PRINTS),
+        "steps_per_print": needless(PERIOD.or_null, PRINTS),
         "wall_clock_breakdown": needless(BOOL, PRINTS),
         "memory_breakdown": needless(BOOL, PRINTS),
         "dump_state": needless(BOOL, PRINTS),

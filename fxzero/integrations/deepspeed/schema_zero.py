@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fxzero.integrations.deepspeed.kinds import (
     BOOL,
     INT,
@@ -15,7 +17,8 @@ from fxzero.integrations.deepspeed.kinds import (
 )
 from fxzero.integrations.deepspeed.schema import Key, Section, mapped, needless, refused
 
-DEVICE = one_of("none", "cpu", "nvme")
+STAYS = 'say "none": it stays on the device.'
+DEVICE = replace(one_of("none", "cpu", "nvme"), hints={"gpu": STAYS, "cuda": STAYS})
 STAGE = Kind("0, 1, 2 or 3", lambda v: type(v) is int and 0 <= v <= 3)
 NAMES = Kind(
     "a text, or a list of texts",

@@ -3,7 +3,8 @@
 Read in its releases: gradient_clipping has the default 1.0 since 0.19.3 and had none before;
 bf16.check_grad_overflow is on since 0.19.3; WarmupLR without warmup_max_lr rises to the optimizer's
 lr since 0.17.2, and to 0.001 before; WarmupCosineLR stays at its end since 0.19.3, and rose again
-before. Before 0.16 the first step had another learning rate: such a version is refused.
+before. At stages 1 to 3 the window of an fp16 loss scale ends a step later since 0.17. Before 0.16
+the first step had another learning rate: such a version is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ CHECKS_BF16: Version = (0, 19, 3)
 WARMS_UP_TO_OPTIMIZER: Version = (0, 17, 2)
 COSINE_STAYS: Version = (0, 19, 3)
 STAIRS_COUNT: Version = (0, 19, 4)
+WINDOW_AFTER: Version = (0, 17)
 OLDEST: Version = (0, 16)
 NEWEST: Version = (0, 19)
 

@@ -14,6 +14,16 @@ from fxzero.integrations.deepspeed.schema_top import REMOVED, TOP
 from fxzero.integrations.deepspeed.schema_zero import REMOVED_ZERO, REMOVED_ZERO_OFF
 from fxzero.integrations.deepspeed.versions import Version
 
+COMPILED = "fxzero compiles anyway: drop it."
+MEANT = {
+    "max_grad_norm": "did you mean 'gradient_clipping'?",
+    "zero": "did you mean 'zero_optimization'?",
+    "zero_stage": "did you mean 'stage' in 'zero_optimization'?",
+    "fp16.fp16": "did you mean 'enabled'?",
+    "bf16.bf16": "did you mean 'enabled'?",
+    **{f"compile.{name}": COMPILED for name in ("enabled", "backend", "kwargs")},
+}
+"""Names that are near none, by path, and what people mean by them."""
 DEFAULT_FOR_AUTO = 'DeepSpeed takes its default for an "auto" that nobody resolves'
 
 
@@ -40,8 +50,13 @@ def _section(
             _look_at_removed(here, value, removed, found, version)
         elif entry is None:
             hint = near(str(key), section.keys)
-            if path and key in TOP.keys:
-                hint = f"{key} stands at the top, beside {path.partition('.')[0]}."
+            section_name = path.partition(".")[0]
+            if here in MEANT:
+                hint = MEANT[here]
+            elif key == section_name:
+                hint = f"there are {', '.join(sorted(section.keys))}."
+            elif path and key in TOP.keys:
+                hint = f"{key} stands at the top, beside {section_name}."
             found.say(here, value, Verdict.REFUSED, f"DeepSpeed has no such key: {hint}")
         else:
             name = key if isinstance(entry, Feature) else entry.alias or key
@@ -102,7 +117,10 @@ def _entry(
 
 def _key(value: Any, key: Key, path: str, canonical: str, found: Found, auto: bool) -> None:
     if value == "auto" and key.kind.problem(value):
-        if auto and key.auto:
+        if path == "bfloat16.enabled":
+            reason = '"auto" is resolved under the name bf16 alone: write bf16.'
+            found.say(path, value, Verdict.REFUSED, reason)
+        elif auto and key.auto:
             found.say(path, value, Verdict.NEEDLESS, DEFAULT_FOR_AUTO)
         else:
             found.say(

@@ -120,7 +120,8 @@ def _stage3(found: Found, path: str, name: str, element: int, prefetch: dict[str
     value = found.get(path)
     if name == "max_live_parameters":
         if not value:
-            found.refuse(path, "nothing could be gathered. Say a positive number.")
+            prefetch["distance"] = 0
+            found.mapped(path, "options prefetch.distance=0: a gather starts right before its use")
             return
         prefetch["budget_bytes"] = value * element
         found.mapped(

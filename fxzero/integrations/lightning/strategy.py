@@ -24,7 +24,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
@@ -34,6 +34,7 @@ from fxzero.integrations.lightning import set_up, sharded_folder, whole_file
 from fxzero.integrations.plugin import FxZeroPlugin
 from fxzero.integrations.whole import whole
 from fxzero.sharding.buffers import sync_buffers
+from fxzero.sharding.leftovers import reduce_leftovers
 from fxzero.sharding.shard import model_state, no_sync
 
 _TIMEOUT = timedelta(minutes=30)
@@ -175,6 +176,13 @@ class FxZeroStrategy(DDPStrategy):
         keeps = state is not None and state.zero < 2
         with no_sync(self.lightning_module) if keeps else nullcontext():
             yield
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Behind the last backward of a step reduce gradients of parameters that only micro-batches
+        before it have used."""
+        super().post_backward(closure_loss)
+        if self.lightning_module is not None:
+            reduce_leftovers(self.lightning_module)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own; buffers that it has changed are then rank 0's, as under DDP, also where

@@ -33,6 +33,7 @@ from fxzero.integrations.transformers.generation import generate_together
 from fxzero.integrations.transformers.weights import save_whole
 from fxzero.integrations.transformers.whole_step import WholeSteps
 from fxzero.integrations.whole import whole
+from fxzero.sharding.leftovers import reduce_leftovers
 from fxzero.sharding.shard import model_state, no_sync
 
 log = logging.getLogger("fxzero")
@@ -182,6 +183,8 @@ class FxZeroMixin(CheckpointsMixin):
             return self._training_step_of_whole(*args, **kwargs)
         with self._reducing():
             loss: Tensor = super().training_step(*args, **kwargs)
+        if self.accelerator.gradient_state.sync_gradients:
+            reduce_leftovers(self.model)  # of what only micro-batches before this one have used
         return loss
 
     def _training_step_of_whole(
