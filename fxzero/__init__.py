@@ -31,9 +31,9 @@ from fxzero.errors import (
 from fxzero.ranks.groups import init_distributed
 from fxzero.sharding import ops as _ops
 from fxzero.sharding import pipeline as _pipeline
+from fxzero.sharding.leftovers import reduce_leftovers
 from fxzero.sharding.params import Traffic
 from fxzero.sharding.precision import Precision
-from fxzero.sharding.leftovers import reduce_leftovers
 from fxzero.sharding.shard import no_sync, report, shard
 from fxzero.step import StepOutput, TrainStep, compile_step
 from fxzero.step.find_non_finite import find_non_finite

@@ -38,6 +38,7 @@ _PUBLIC = [
     "from_deepspeed",
     "init_distributed",
     "no_sync",
+    "reduce_leftovers",
     "report",
     "shard",
 ]

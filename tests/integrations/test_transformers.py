@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from fxzero.errors import ConfigError
@@ -171,6 +172,44 @@ def test_a_callback_may_generate_on_all_ranks(ranks: Pools, tmp_path: Path, zero
     found = ranks(2).run(_written, Run("llama", zero=zero, args=args), str(tmp_path / "fxzero"))
     assert [len(text) for text in found] == [8, 12]
     assert found == wanted
+
+
+class _Gated(nn.Module):
+    """A layer that some micro-batches use, the same on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.gated = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Rows (B, 4), twice."""
+        y = self.body(x)
+        if self.calls % 4 < 2:
+            y = y + self.gated(x)
+        self.calls += 1
+        return {"loss": (y - labels).square().mean()}
+
+
+def _gated(run: Run, folder: str) -> Ran:
+    numbers = torch.Generator().manual_seed(1)
+    rows = [{k: torch.randn(4, generator=numbers) for k in ("x", "labels")} for _ in range(64)]
+    torch.manual_seed(0)
+    return train(run, folder, model=_Gated(), train_dataset=rows)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_layer_may_be_used_by_micro_batches_before_the_last_alone(
+    ranks: Pools, tmp_path: Path, zero: int
+) -> None:
+    """Of three micro-batches another one, or two, in each step."""
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "max_steps": 10}
+    args = {**settings, "eval_strategy": "no", "ddp_find_unused_parameters": True}
+    wanted = ranks(2).run(_gated, Run("llama", args=args), str(tmp_path / "ddp"))[0]
+    plugin = {"compile": False, "options": None}
+    sharded = Run("llama", zero=zero, args=args, plugin=plugin)
+    found = ranks(2).run(_gated, sharded, str(tmp_path / "fxzero"))[0]
+    assert_same(found, wanted, 1e-5)
 
 
 def _with_callback(run: Run, folder: str) -> Ran:

@@ -83,6 +83,15 @@ def test_dtypes_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
         FxZeroTrainer(model=llama(0.0), args=_arguments(tmp_path, bf16=True), fxzero=plugin)
 
 
+def test_a_precision_of_the_launcher_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under plain Trainer it is autocast; here nobody would see it."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with as_torchrun_says(), pytest.raises(ConfigError, match="mixed_precision='bf16'"):
+        FxZeroTrainer(model=llama(0.0), args=_arguments(tmp_path))
+
+
 def test_compiling_and_not_compiling_is_refused(tmp_path: Path) -> None:
     args = _arguments(tmp_path, torch_compile=True)
     with as_torchrun_says(), pytest.raises(ConfigError, match="torch_compile=True"):
@@ -168,9 +177,10 @@ def test_a_callback_refuses_what_it_cannot_do(
     tmp_path: Path, given: dict[str, Any], said: str
 ) -> None:
     model = llama(0.0)
-    args = _arguments(tmp_path, **given)
-    with as_torchrun_says(), pytest.raises(ConfigError, match=said):
-        Trainer(model=model, args=args, callbacks=[FxZeroCallback()])
+    with as_torchrun_says():
+        args = _arguments(tmp_path, **given)  # notes bf16 in the environment
+        with pytest.raises(ConfigError, match=said):
+            Trainer(model=model, args=args, callbacks=[FxZeroCallback()])
     assert model_state(model) is None
 
 

@@ -62,6 +62,24 @@ def check_arguments(args: Any, plugin: FxZeroPlugin) -> None:
         )
 
 
+def check_launched_precision(args: Any, mixed_precision: str) -> None:
+    """Refuse a precision that `accelerate launch` was told, and the Trainer was not.
+
+    Args:
+        mixed_precision: what accelerate has come to.
+
+    Raises:
+        ConfigError: they are two.
+    """
+    said = "bf16" if args.bf16 else "no"
+    if mixed_precision != said:
+        raise ConfigError(
+            f"accelerate computes in mixed_precision={mixed_precision!r}, by its launcher or by "
+            f"ACCELERATE_MIXED_PRECISION, and TrainingArguments say bf16={args.bf16}. Say "
+            "bf16=True there, or nothing to the launcher."
+        )
+
+
 def check_optimizer_name(args: Any, zero: int) -> None:
     """Refuse an ``optim=`` whose update would be wrong on shards.
 
