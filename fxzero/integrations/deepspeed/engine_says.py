@@ -191,8 +191,10 @@ class EngineSays:
         Raises:
             ConfigError: another device, or a dtype.
         """
-        parsed: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)
-        device, dtype = parsed[:2]
+        given = [value for value in (*args, *kwargs.values()) if not isinstance(value, bool)]
+        dtype = next((value for value in given if isinstance(value, torch.dtype)), None)
+        named = [value for value in given if isinstance(value, (str, int, torch.device))]
+        device = torch.device(named[0]) if named else None
         here = self.device
         elsewhere = device is not None and (
             device.type != here.type or device.index not in (None, here.index)
