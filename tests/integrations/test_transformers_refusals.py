@@ -92,10 +92,19 @@ def test_a_precision_of_the_launcher_is_refused(
         FxZeroTrainer(model=llama(0.0), args=_arguments(tmp_path))
 
 
+def test_a_compiler_of_the_launcher_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
+    with as_torchrun_says(), pytest.raises(ConfigError, match="dynamo_backend='EAGER'"):
+        FxZeroTrainer(model=llama(0.0), args=_arguments(tmp_path))
+
+
 def test_compiling_and_not_compiling_is_refused(tmp_path: Path) -> None:
-    args = _arguments(tmp_path, torch_compile=True)
-    with as_torchrun_says(), pytest.raises(ConfigError, match="torch_compile=True"):
-        FxZeroTrainer(model=llama(0.0), args=args, fxzero=FxZeroPlugin(compile=False))
+    with as_torchrun_says():
+        args = _arguments(tmp_path, torch_compile=True)  # notes it in the environment
+        with pytest.raises(ConfigError, match="torch_compile=True"):
+            FxZeroTrainer(model=llama(0.0), args=args, fxzero=FxZeroPlugin(compile=False))
 
 
 def test_what_is_no_plugin_is_refused(tmp_path: Path) -> None:

@@ -153,3 +153,6 @@ def test_what_a_graph_would_go_round_is_refused(tmp_path: Path) -> None:
     )
     with as_torchrun_says(), pytest.raises(ConfigError, match="between backward and update"):
         make_trainer(run, str(tmp_path), callbacks=[_LooksAtGradients()]).train()
+    half = Run(**{**vars(run), "plugin": {**WHOLE, "param_dtype": torch.float16}})
+    with as_torchrun_says(), pytest.raises(ConfigError, match="steps that a loss scale skips"):
+        make_trainer(half, str(tmp_path)).train()

@@ -62,21 +62,28 @@ def check_arguments(args: Any, plugin: FxZeroPlugin) -> None:
         )
 
 
-def check_launched_precision(args: Any, mixed_precision: str) -> None:
-    """Refuse a precision that `accelerate launch` was told, and the Trainer was not.
+def check_launched(args: Any, accelerator: Any) -> None:
+    """Refuse what `accelerate launch` was told, and the Trainer was not: plain Trainer does it, and
+    here nobody would.
 
     Args:
-        mixed_precision: what accelerate has come to.
+        accelerator: the Trainer's.
 
     Raises:
-        ConfigError: they are two.
+        ConfigError: a precision, or a compiler.
     """
-    said = "bf16" if args.bf16 else "no"
-    if mixed_precision != said:
+    mixed, said = accelerator.mixed_precision, "bf16" if args.bf16 else "no"
+    if mixed != said:
         raise ConfigError(
-            f"accelerate computes in mixed_precision={mixed_precision!r}, by its launcher or by "
+            f"accelerate computes in mixed_precision={mixed!r}, by its launcher or by "
             f"ACCELERATE_MIXED_PRECISION, and TrainingArguments say bf16={args.bf16}. Say "
             "bf16=True there, or nothing to the launcher."
+        )
+    backend = str(accelerator.state.dynamo_plugin.backend.value)
+    if backend != "NO" and not getattr(args, "torch_compile", False):
+        raise ConfigError(
+            f"accelerate compiles with dynamo_backend={backend!r}, by its launcher or by "
+            "ACCELERATE_DYNAMO_BACKEND, and fxzero compiles already. Leave it out."
         )
 
 

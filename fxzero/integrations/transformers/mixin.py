@@ -87,7 +87,7 @@ class FxZeroMixin(CheckpointsMixin):
             )
         arguments.check_arguments(self.args, self.fxzero)
         super().create_accelerator_and_postprocess()
-        arguments.check_launched_precision(self.args, self.accelerator.mixed_precision)
+        arguments.check_launched(self.args, self.accelerator)
         self._see_accelerator()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             engine = "DeepSpeed" if self.is_deepspeed_enabled else "FSDP"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -78,7 +79,8 @@ class WholeSteps:
             return torch.zeros((), device=self._trainer.args.device)
         waiting, self._waiting = self._waiting, []
         if isinstance(count, int):
-            count = torch.tensor(count)  # a number would be part of the graph
+            # A number would be part of the graph.
+            count = torch.tensor(count, device=self._trainer.args.device)
         batch = _joined(waiting) if len(waiting) > 1 else waiting[0]
         self.last = self._step(len(waiting))(batch, count)
         return self.last.loss
@@ -90,18 +92,25 @@ class WholeSteps:
             self._optimizer, self._steps = optimizer, {}
         if micro_batches not in self._steps:
             limit = trainer.args.max_grad_norm
-            self._steps[micro_batches] = TrainStep(
+            made = TrainStep(
                 trainer.model,
                 optimizer,
                 None,
                 micro_batches=micro_batches,
                 # Of what is not clipped the norm is logged too.
-                clip_grad_norm=limit if limit else float("inf"),
+                clip_grad_norm=limit if limit and limit > 0 else math.inf,
                 precision=Precision.of(None),
                 scheduler=None,  # the Trainer's, and stepped by it
                 config=Config.from_options(trainer.fxzero.options),
                 call=_loss_of_micro_batch(trainer, micro_batches),
             )
+            if made.loss_scale is not None:
+                raise ConfigError(
+                    "FxZeroPlugin(whole_step=True) and float16: Trainer would count and schedule "
+                    "steps that a loss scale skips, and save no scale. Use bf16=True, or your own "
+                    "loop with fxzero.compile_step(…, precision='fp16')."
+                )
+            self._steps[micro_batches] = made
         return self._steps[micro_batches]
 
     def _tell_unlike(self, count: int) -> None:
