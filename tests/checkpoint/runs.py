@@ -125,7 +125,8 @@ def bits(value: Any) -> Any:
         ordered = isinstance(value, OrderedDict)
         return (type(value).__name__, tuple(items if ordered else sorted(items, key=repr)))
     if isinstance(value, (set, frozenset)):
-        return (type(value).__name__, frozenset(map(bits, value)))
+        # In one order: by their texts dicts are put in order that have them as keys.
+        return (type(value).__name__, tuple(sorted(map(bits, value), key=repr)))
     if isinstance(value, (list, tuple)) or hasattr(value, "maxlen"):
         about = (type(value).__name__, getattr(value, "maxlen", None))
         return (*about, tuple(map(bits, value)))
