@@ -8,7 +8,9 @@ A GPT in fp32 with AdamW's state, sharded by ZeRO-3, no step in between. In turn
     fxzero       `fxzero.checkpoint.save`: the call, and until it is on disk, hashed and renamed
     dcp async    `torch.distributed.checkpoint.async_save`, as it comes
     dcp          `torch.distributed.checkpoint.save`, as it comes
-    torch.save   each rank's tensors in a file of its own, as DeepSpeed's engine writes its parts
+    torch.save   each rank's tensors in a file of its own
+    deepspeed    `engine.save_checkpoint` of the same model at its ZeRO-3, with `--deepspeed`; what
+                 it leaves in the system's memory is then brought to the disk, as the others' is
     read         the files of fxzero's checkpoint, from the disk (what is in memory is dropped)
     load         `fxzero.checkpoint.load` of them, hashes compared
     dcp load     `torch.distributed.checkpoint.load` of the same files
@@ -22,7 +24,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -55,16 +57,41 @@ def longest(action: Callable[[], object]) -> float:
     return seconds.item()
 
 
-def forget(folder: Path) -> None:
-    """Let the system forget what it has of some files in memory."""
-    dist.barrier()
+def files_on_disk(folder: Path) -> Iterator[int]:
+    """The files of a folder, each open, once they are on the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             handle = os.open(path, os.O_RDONLY)
             os.fsync(handle)
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            yield handle
             os.close(handle)
+
+
+def forget(folder: Path) -> None:
+    """Let the system forget what it has of some files in memory."""
     dist.barrier()
+    for handle in files_on_disk(folder):
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    dist.barrier()
+
+
+def deepspeed_engine(layers: int, hidden: int) -> Any:
+    """The same model and optimizer under DeepSpeed's ZeRO-3, behind a step."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = gpt_bench(num_layers=layers, hidden=hidden, num_heads=8)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1 << 30,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine.backward(engine(*model.example_inputs(1)))
+    engine.step()
+    return engine
 
 
 def read_own(folder: Path) -> None:
@@ -84,8 +111,10 @@ def size_of(folder: Path) -> int:
 class Contenders:
     """The ways to save and load one state."""
 
-    def __init__(self, state: fxzero.TrainState, folder: Path) -> None:
+    def __init__(self, state: fxzero.TrainState, folder: Path, engine: Any = None) -> None:
         self.state = state
+        self.engine = engine
+        """DeepSpeed's; None without it."""
         self.folder = folder
         self.parts = {name: local_part(t) for name, t in flat(state.look()[0]).items()}
         self.copies = {name: torch.empty_like(part) for name, part in self.parts.items()}
@@ -141,6 +170,10 @@ class Contenders:
                 os.fsync(file.fileno())
 
         self.time("torch.save", save_plain)
+        if self.engine is not None:
+            parts = self.folder / "deepspeed"
+            self.time("deepspeed", lambda: self.engine.save_checkpoint(str(parts), tag="only"))
+            self.time("deepspeed, until on disk", lambda: list(files_on_disk(parts)))
         newest = checkpoint.folder.published(ours)[-1].path
         forget(self.folder)
         self.time("read", lambda: read_own(newest))
@@ -155,8 +188,10 @@ class Contenders:
                 "dcp": size_of(self.folder / "dcp"),
                 "torch.save": sum(p.stat().st_size for p in self.folder.glob("plain*.pt")),
             }
-            for name in ("async", "dcp"):
-                shutil.rmtree(self.folder / name)
+            if self.engine is not None:
+                self.sizes["deepspeed"] = size_of(self.folder / "deepspeed")
+            for name in ("async", "dcp", "deepspeed"):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
         dist.barrier()
 
 
@@ -165,6 +200,7 @@ def main(
     hidden: int = 512,
     repeats: int = 5,
     folder: Annotated[Path, typer.Option(help="On the disk to measure.")] = Path("checkpoints"),
+    deepspeed: Annotated[bool, typer.Option(help="With DeepSpeed's save, if installed.")] = False,
     json: Path | None = None,
 ) -> None:
     """Save and load, in turns."""
@@ -180,7 +216,8 @@ def main(
     state = fxzero.TrainState(model, optimizer)
     tensor_bytes = sum(tensor.nbytes for tensor in flat(state.look()[0]).values())
     ours = folder / "run"
-    contenders = Contenders(state, ours)
+    engine = deepspeed_engine(layers, hidden) if deepspeed else None
+    contenders = Contenders(state, ours, engine)
     ours.mkdir(parents=True, exist_ok=True)
     for _ in range(repeats + 1):
         contenders.round()
@@ -189,6 +226,8 @@ def main(
         # The first of each makes its buffers.
         times = {name: median(values[1:]) for name, values in contenders.times.items()}
         bounds = {"fxzero": "copy", "dcp async": "copy", "load": "read", "dcp load": "read"}
+        if deepspeed:
+            bounds["deepspeed"] = "copy"
         rows: list[dict[str, Any]] = [
             {
                 "name": name,
