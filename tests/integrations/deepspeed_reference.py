@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.integrations.deepspeed_cases import CASES, STEPS, Net, batch, loss_fn
+from tests.integrations.deepspeed_cases import CASES, STEPS, Net, batch, loss_of_step
 from tests.integrations.deepspeed_more_cases import MORE
 from tests.integrations.deepspeed_more_cases import STEPS as MORE_STEPS
 
@@ -43,13 +43,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     for step in range(STEPS):
         inputs, targets = batch(step, dist.get_rank(), dist.get_world_size())
         rates.append(engine.get_lr()[0])
-        parts = []
-        for x, y in zip(inputs.chunk(count), targets.chunk(count), strict=True):
-            loss = loss_fn(engine(x.to(dtype)), y)
-            engine.backward(loss)
-            engine.step()
-            parts.append(loss.detach())
-        losses.append(torch.stack(parts).mean().item())
+        losses.append(loss_of_step(engine, inputs.to(dtype), targets, count))
         norm = engine.get_global_grad_norm()
         norms.append(None if norm is None else float(norm))
     mine = torch.tensor(losses)
@@ -84,13 +78,7 @@ def losses_of(config: dict[str, Any]) -> list[list[float]]:
     losses = []
     for step in range(MORE_STEPS):
         inputs, targets = batch(step, dist.get_rank(), dist.get_world_size())
-        parts = []
-        for x, y in zip(inputs[:rows].chunk(count), targets[:rows].chunk(count), strict=True):
-            loss = loss_fn(engine(x.to(dtype)), y)
-            engine.backward(loss)
-            engine.step()
-            parts.append(loss.detach())
-        losses.append(torch.stack(parts).mean().item())
+        losses.append(loss_of_step(engine, inputs[:rows].to(dtype), targets[:rows], count))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [rounded(x) for x in losses])
     return everyone

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import fxzero
 from fxzero.errors import ConfigError
-from tests.integrations.deepspeed_cases import Net, batch, is_low, loss_fn
+from tests.integrations.deepspeed_cases import Net, batch, is_low, loss_fn, loss_of_step
 from tests.integrations.deepspeed_more_cases import MORE, STEPS
 from tests.integrations.deepspeed_reference import MORE_FILE, own_optimizer
 from tests.parity.harness import Pools
@@ -44,17 +44,7 @@ def losses_of(name: str, door: str) -> list[float] | str:
         engine = made.engine(net, optimizer, options=EAGER)
     except ConfigError as error:
         return str(error)
-    losses = []
-    for x, y in batches:
-        parts = []
-        count = made.micro_batches
-        for inputs, targets in zip(x.chunk(count), y.chunk(count), strict=True):
-            loss = loss_fn(engine(inputs), targets)
-            engine.backward(loss)
-            engine.step()
-            parts.append(loss.detach())
-        losses.append(torch.stack(parts).mean().item())
-    return losses
+    return [loss_of_step(engine, x, y, made.micro_batches) for x, y in batches]
 
 
 def all_losses(names: list[str], door: str) -> list[list[float] | str]:

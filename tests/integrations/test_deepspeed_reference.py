@@ -15,7 +15,15 @@ import torch
 
 import fxzero
 from fxzero.integrations.deepspeed import FromDeepSpeed
-from tests.integrations.deepspeed_cases import CASES, STEPS, Net, batch, is_low, loss_fn
+from tests.integrations.deepspeed_cases import (
+    CASES,
+    STEPS,
+    Net,
+    batch,
+    is_low,
+    loss_fn,
+    loss_of_step,
+)
 from tests.integrations.deepspeed_reference import FILE
 
 REFERENCE = json.loads(FILE.read_text())
@@ -46,14 +54,7 @@ def train(name: str, door: str, rank: int, world_size: int) -> dict[str, Any]:
         for number in range(STEPS):
             inputs, targets = batch(number, rank, world_size)
             rates.append(engine.get_lr()[0])
-            parts = []
-            count = made.micro_batches
-            for x, y in zip(inputs.chunk(count), targets.chunk(count), strict=True):
-                loss = loss_fn(engine(x), y)
-                engine.backward(loss)
-                engine.step()
-                parts.append(loss.detach())
-            losses.append(torch.stack(parts).mean().item())
+            losses.append(loss_of_step(engine, inputs, targets, made.micro_batches))
     return {
         "losses": losses,
         "learning_rates": rates,

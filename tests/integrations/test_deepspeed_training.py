@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fxzero
 from examples.deepspeed_json import DECIDED
 from examples.deepspeed_json import _refuse_both as refuse_both
-from fxzero.errors import ConfigError
+from fxzero.errors import CheckpointError, ConfigError
 from fxzero.integrations.deepspeed import DeepSpeedSchedule
-from tests.integrations.deepspeed_cases import BASE, Net, batch, loss_fn
+from tests.integrations.deepspeed_cases import BASE, Net, batch, loss_fn, loss_of_step
+from tests.parity.harness import Pools
 
 EAGER = {"lower_regions": {"backend": "eager"}, "strict": True}
 KINDS: dict[str, dict[str, Any]] = {
@@ -57,14 +59,7 @@ def by_engine(keys: dict[str, Any], steps: int = 2, options: Any = EAGER) -> lis
     engine = made.engine(net, options=options)
     losses = []
     for number in range(steps):
-        parts = []
-        inputs, targets = batch(number, 0, 1)
-        for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True):
-            loss = loss_fn(engine(x), y)
-            engine.backward(loss)
-            engine.step()
-            parts.append(loss.detach())
-        losses.append(torch.stack(parts).mean().item())
+        losses.append(loss_of_step(engine, *batch(number, 0, 1), 2))
     assert engine.global_steps == steps
     return losses
 
@@ -186,16 +181,8 @@ def test_what_has_no_gradient_decays(stage: int) -> None:
 
 
 def steps_of(engine: Any, numbers: range) -> list[float]:
-    """Train some steps, and return the losses of their last micro-batches."""
-    losses = []
-    for number in numbers:
-        inputs, targets = batch(number, 0, 1)
-        for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True):
-            loss = loss_fn(engine(x), y)
-            engine.backward(loss)
-            engine.step()
-        losses.append(loss.item())
-    return losses
+    """Train some steps, and return their losses."""
+    return [loss_of_step(engine, *batch(number, 0, 1), 2) for number in numbers]
 
 
 @pytest.mark.parametrize("tag", [None, "best"])
@@ -223,6 +210,28 @@ def test_checkpoints_of_an_engine(tmp_path: Path, tag: str | None) -> None:
         third.load_checkpoint(tmp_path, load_module_strict=False)
     with pytest.raises(ConfigError, match="exclude_frozen_parameters"):
         third.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+
+
+def saved_twice(folder: str) -> tuple[str, str]:
+    """Job: what is loaded of two tags, and what is said of a name that nobody can read."""
+    torch.compiler.reset()
+    made = fxzero.from_deepspeed({**BASE, "zero_optimization": {"stage": 2}})
+    engine = made.engine(Net(), options=EAGER)
+    for tag in ("a", "b"):
+        engine.save_checkpoint(folder, tag)
+    path, _ = engine.load_checkpoint(folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        Path(folder, "latest").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError) as failed:
+        engine.load_checkpoint(folder)
+    return str(path), str(failed.value)
+
+
+def test_all_ranks_load_what_rank_0_reads_of_the_last(ranks: Pools, tmp_path: Path) -> None:
+    for path, said in ranks(2).run(saved_twice, str(tmp_path)):
+        assert path.startswith(str(tmp_path / "b"))
+        assert "latest cannot be read" in said
 
 
 def test_what_loops_ask_an_engine() -> None:

@@ -22,23 +22,12 @@ from tests.integrations.trainer_runs import (
     assert_same,
     make_trainer,
     train,
+    train_as_ddp,
+    train_on_two,
 )
 from tests.parity.harness import Pools
 
 SAVING = {"save_strategy": "steps", "save_steps": 10}
-
-
-def _train(ranks: Pools, folder: Path, run: Run) -> Ran:
-    return ranks(2).run(train, run, str(folder))[0]
-
-
-def _both(ranks: Pools, folder: Path, run: Run, zero: int, within: float, **plugin: Any) -> Ran:
-    """Train by fxzero and by DDP, and compare."""
-    wanted = _train(ranks, folder / "ddp", run)
-    sharded = Run(**{**vars(run), "zero": zero, "plugin": plugin})
-    found = _train(ranks, folder / "fxzero", sharded)
-    assert_same(found, wanted, within)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -54,7 +43,7 @@ def test_a_causal_language_model_trains_as_under_ddp(
     ranks: Pools, tmp_path: Path, zero: int
 ) -> None:
     """Twenty steps of two micro-batches with other numbers of labels, clipped, evaluated."""
-    found = _both(ranks, tmp_path, Run("llama"), zero, 1e-5)
+    found = train_as_ddp(ranks, tmp_path, Run("llama"), zero, 1e-5)
     norms = [line["grad_norm"] for line in found.logs if "grad_norm" in line]
     assert max(norms) > 0.3, "nothing was clipped"
 
@@ -62,7 +51,7 @@ def test_a_causal_language_model_trains_as_under_ddp(
 @pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_in_float64_only_the_order_of_sums_differs(ranks: Pools, tmp_path: Path, zero: int) -> None:
     run = Run("llama", dtype=torch.float64, own_loss=True, args={"max_steps": 5, "eval_steps": 5})
-    _both(ranks, tmp_path, run, zero, 1e-12)
+    train_as_ddp(ranks, tmp_path, run, zero, 1e-12)
 
 
 @pytest.mark.exhaustive
@@ -74,14 +63,14 @@ def test_other_models_train_as_under_ddp(
     # Under DDP each rank evaluates with the statistics of its own last batch, as nobody sends
     # buffers there; here all have those of rank 0, which are saved.
     args = {"eval_strategy": "no"} if model == "resnet" else {}
-    _both(ranks, tmp_path, Run(model, args={**args, "adam_epsilon": 1e-3}), zero, 1e-5)
+    train_as_ddp(ranks, tmp_path, Run(model, args={**args, "adam_epsilon": 1e-3}), zero, 1e-5)
 
 
 def test_whole_gradients_are_reduced_once_a_step(ranks: Pools, tmp_path: Path) -> None:
     """At ZeRO 1 whole gradients are kept over the micro-batches, as by DDP's no_sync."""
     args = {"max_steps": 3, "eval_strategy": "no"}
     counts = {
-        micro: _train(
+        micro: train_on_two(
             ranks,
             tmp_path / str(micro),
             Run("llama", zero=1, args={**args, "gradient_accumulation_steps": micro}),
@@ -99,10 +88,10 @@ def test_going_on_half_way_is_as_if_nothing_had_happened(
 ) -> None:
     """With dropout: generators, the schedule, the moments and the place in the data go on."""
     run = Run(model, zero=zero, dropout=0.2, args=SAVING)
-    whole = _train(ranks, tmp_path, run)
+    whole = train_on_two(ranks, tmp_path, run)
     assert any(line["step"] > 10 for line in whole.logs)
     again = Run(**{**vars(run), "resume": str(tmp_path / "checkpoint-10")})
-    resumed = _train(ranks, tmp_path, again)
+    resumed = train_on_two(ranks, tmp_path, again)
     assert_same(resumed, whole, 1e-6, since=10)
 
 
@@ -115,15 +104,15 @@ def test_ranks_generate_together(ranks: Pools, tmp_path: Path) -> None:
         "predict_with_generate": True,
         "generation_max_length": 8,
     }
-    found = _both(ranks, tmp_path, Run("t5", args=args), 3, 1e-4)
+    found = train_as_ddp(ranks, tmp_path, Run("t5", args=args), 3, 1e-4)
     assert any("eval_tokens" in line for line in found.logs)
 
 
 def test_bf16_counts_tokens_in_whole_numbers(ranks: Pools, tmp_path: Path) -> None:
     """More than 256 labels, which bfloat16 would round: as under DDP, but for bfloat16 itself."""
     args = {"bf16": True, "max_steps": 3, "eval_strategy": "no", "gradient_accumulation_steps": 12}
-    wanted = _train(ranks, tmp_path / "ddp", Run("llama", args=args))
-    found = _train(ranks, tmp_path / "fxzero", Run("llama", zero=2, args=args))
+    wanted = train_on_two(ranks, tmp_path / "ddp", Run("llama", args=args))
+    found = train_on_two(ranks, tmp_path / "fxzero", Run("llama", zero=2, args=args))
     for line, other in zip(found.logs, wanted.logs, strict=True):
         if "loss" in line:
             assert line["loss"] == pytest.approx(other["loss"], rel=2e-4)
@@ -135,14 +124,14 @@ def test_bf16_counts_tokens_in_whole_numbers(ranks: Pools, tmp_path: Path) -> No
 def test_optimizers_that_trainer_makes_are_right_on_shards(
     ranks: Pools, tmp_path: Path, name: str
 ) -> None:
-    _both(ranks, tmp_path, Run("llama", args={"optim": name, "max_steps": 6}), 3, 1e-5)
+    train_as_ddp(ranks, tmp_path, Run("llama", args={"optim": name, "max_steps": 6}), 3, 1e-5)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["llama", "t5"])
 def test_activations_are_checkpointed(ranks: Pools, tmp_path: Path, model: str) -> None:
     run = Run(model, args={"gradient_checkpointing": True, "max_steps": 4})
-    _both(ranks, tmp_path, run, 3, 1e-5)
+    train_as_ddp(ranks, tmp_path, run, 3, 1e-5)
 
 
 class _Writes(TrainerCallback):
@@ -219,7 +208,7 @@ def _with_callback(run: Run, folder: str) -> Ran:
 
 def test_a_callback_trains_as_ddp_does(ranks: Pools, tmp_path: Path) -> None:
     run = Run("llama", args={"max_steps": 5, "eval_steps": 5})
-    wanted = _train(ranks, tmp_path / "ddp", run)
+    wanted = train_on_two(ranks, tmp_path / "ddp", run)
     found = ranks(2).run(_with_callback, run, str(tmp_path / "callback"))[0]
     assert found.reduces > 0
     assert_same(found, wanted, 1e-5)
@@ -233,7 +222,7 @@ def test_a_callback_generates_in_evaluation(ranks: Pools, tmp_path: Path) -> Non
         "generation_max_length": 8,
     }
     run = Run("t5", args=args)
-    wanted = _train(ranks, tmp_path / "ddp", run)
+    wanted = train_on_two(ranks, tmp_path / "ddp", run)
     found = ranks(2).run(_with_callback, run, str(tmp_path / "callback"))[0]
     assert_same(found, wanted, 1e-4)
 

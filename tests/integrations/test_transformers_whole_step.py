@@ -13,12 +13,13 @@ from fxzero.errors import ConfigError
 from fxzero.integrations.transformers import FxZeroCallback, FxZeroPlugin, FxZeroTrainer
 from tests.integrations.trainer_runs import (
     CHEAP,
-    Ran,
     Run,
     as_torchrun_says,
     assert_same,
     make_trainer,
     train,
+    train_as_ddp,
+    train_on_two,
 )
 from tests.parity.harness import Pools
 
@@ -26,24 +27,12 @@ WHOLE: dict[str, Any] = {"whole_step": True, "options": {**CHEAP, "strict": True
 """strict: an error, and no loop, where a step is not one graph."""
 
 
-def _train(ranks: Pools, folder: Path, run: Run) -> Ran:
-    return ranks(2).run(train, run, str(folder))[0]
-
-
-def _both(ranks: Pools, folder: Path, run: Run, zero: int, within: float) -> Ran:
-    """Train in whole steps and by DDP, and compare."""
-    wanted = _train(ranks, folder / "ddp", run)
-    found = _train(ranks, folder / "fxzero", Run(**{**vars(run), "zero": zero, "plugin": WHOLE}))
-    assert_same(found, wanted, within)
-    return found
-
-
 @pytest.mark.parametrize("zero", [0, pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_a_causal_language_model_trains_as_under_ddp(
     ranks: Pools, tmp_path: Path, zero: int
 ) -> None:
     """Twenty steps of two micro-batches with other numbers of labels, clipped, evaluated."""
-    found = _both(ranks, tmp_path, Run("llama"), zero, 1e-5)
+    found = train_as_ddp(ranks, tmp_path, Run("llama"), zero, 1e-5, **WHOLE)
     norms = [line["grad_norm"] for line in found.logs if "grad_norm" in line]
     assert max(norms) > 0.3, "nothing was clipped"
     assert found.whole_steps == 20
@@ -54,7 +43,7 @@ def test_in_float64_only_the_order_of_sums_differs(ranks: Pools, tmp_path: Path,
     """A loss of one's own, and no clipping: the norm is logged all the same."""
     args = {"max_steps": 5, "eval_steps": 5, "max_grad_norm": 0.0}
     run = Run("llama", dtype=torch.float64, own_loss=True, args=args)
-    _both(ranks, tmp_path, run, zero, 1e-12)
+    train_as_ddp(ranks, tmp_path, run, zero, 1e-12, **WHOLE)
 
 
 @pytest.mark.exhaustive
@@ -64,14 +53,16 @@ def test_other_models_train_as_under_ddp(
     ranks: Pools, tmp_path: Path, model: str, zero: int
 ) -> None:
     args = {"eval_strategy": "no"} if model == "resnet" else {}
-    _both(ranks, tmp_path, Run(model, args={**args, "adam_epsilon": 1e-3}), zero, 1e-5)
+    train_as_ddp(
+        ranks, tmp_path, Run(model, args={**args, "adam_epsilon": 1e-3}), zero, 1e-5, **WHOLE
+    )
 
 
 def test_an_epoch_may_end_with_fewer_micro_batches(ranks: Pools, tmp_path: Path) -> None:
     """Of 27 rows each of 2 ranks has 5 batches an epoch: two updates of two, and one of one."""
     args = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 3}
     run = Run("llama", rows=27, args={**args, "eval_strategy": "no"})
-    found = _both(ranks, tmp_path, run, 3, 1e-5)
+    found = train_as_ddp(ranks, tmp_path, run, 3, 1e-5, **WHOLE)
     assert found.whole_steps == 6
 
 
@@ -98,9 +89,9 @@ def test_going_on_half_way_is_as_if_nothing_had_happened(ranks: Pools, tmp_path:
     """With dropout; and the loop goes on from what whole steps have saved."""
     saving = {"save_strategy": "steps", "save_steps": 10}
     run = Run("llama", zero=3, dropout=0.2, args=saving, plugin=WHOLE)
-    whole = _train(ranks, tmp_path, run)
+    whole = train_on_two(ranks, tmp_path, run)
     again = Run(**{**vars(run), "resume": str(tmp_path / "checkpoint-10")})
-    assert_same(_train(ranks, tmp_path / "again", again), whole, 1e-6, since=10)
+    assert_same(train_on_two(ranks, tmp_path / "again", again), whole, 1e-6, since=10)
 
 
 @pytest.mark.parametrize("label_smoothing", [0.1])
@@ -108,13 +99,13 @@ def test_labels_are_smoothed_in_the_graph(
     ranks: Pools, tmp_path: Path, label_smoothing: float
 ) -> None:
     args = {"label_smoothing_factor": label_smoothing, "max_steps": 4, "eval_steps": 4}
-    _both(ranks, tmp_path, Run("gpt2", args=args), 3, 1e-5)
+    train_as_ddp(ranks, tmp_path, Run("gpt2", args=args), 3, 1e-5, **WHOLE)
 
 
 def test_bf16_is_as_in_the_loop(ranks: Pools, tmp_path: Path) -> None:
     args = {"bf16": True, "max_steps": 3, "eval_strategy": "no"}
-    loop = _train(ranks, tmp_path / "loop", Run("llama", zero=3, args=args))
-    found = _train(ranks, tmp_path / "whole", Run("llama", zero=3, args=args, plugin=WHOLE))
+    loop = train_on_two(ranks, tmp_path / "loop", Run("llama", zero=3, args=args))
+    found = train_on_two(ranks, tmp_path / "whole", Run("llama", zero=3, args=args, plugin=WHOLE))
     for line, other in zip(found.logs, loop.logs, strict=True):
         if "loss" in line:
             assert line["loss"] == pytest.approx(other["loss"], rel=2e-4)
@@ -124,7 +115,9 @@ def test_bf16_is_as_in_the_loop(ranks: Pools, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["adafactor", "adagrad", "adamw_torch_fused", "rmsprop", "sgd"])
 def test_optimizers_that_trainer_makes_are_right(ranks: Pools, tmp_path: Path, name: str) -> None:
-    _both(ranks, tmp_path, Run("llama", args={"optim": name, "max_steps": 6}), 3, 1e-5)
+    train_as_ddp(
+        ranks, tmp_path, Run("llama", args={"optim": name, "max_steps": 6}), 3, 1e-5, **WHOLE
+    )
 
 
 class _OwnStep(FxZeroTrainer):

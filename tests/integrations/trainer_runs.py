@@ -30,6 +30,7 @@ from fxzero.integrations.transformers import (
 )
 from fxzero.integrations.whole import whole_weights
 from fxzero.step.train_step import TrainStep
+from tests.parity.harness import Pools
 
 CHEAP = {"lower_regions": {"backend": "eager"}}
 """Inductor is tested elsewhere."""
@@ -282,6 +283,22 @@ def train(run: Run, folder: str, **more: Any) -> Ran:
         with mock.patch.object(TrainStep, "__call__", autospec=True, side_effect=_CALL) as whole:
             trainer.train(resume_from_checkpoint=run.resume)
         return ran(trainer, folder, whole.call_count)
+
+
+def train_on_two(ranks: Pools, folder: Path, run: Run) -> Ran:
+    """Train on two ranks: what rank 0 has of it."""
+    return ranks(2).run(train, run, str(folder))[0]
+
+
+def train_as_ddp(
+    ranks: Pools, folder: Path, run: Run, zero: int, within: float, **plugin: Any
+) -> Ran:
+    """Train by DDP and by fxzero, and compare."""
+    wanted = train_on_two(ranks, folder / "ddp", run)
+    sharded = Run(**{**vars(run), "zero": zero, "plugin": plugin})
+    found = train_on_two(ranks, folder / "fxzero", sharded)
+    assert_same(found, wanted, within)
+    return found
 
 
 def ran(trainer: Trainer, folder: str, whole_steps: int = 0) -> Ran:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import is_compiled_module
+from accelerate.utils import is_compiled_module, recursively_apply
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -32,7 +32,6 @@ from fxzero.integrations.plugin import FxZeroPlugin
 from fxzero.integrations.whole import whole, whole_weights
 from fxzero.sharding.leftovers import reduce_leftovers
 from fxzero.sharding.shard import model_state, no_sync
-from fxzero.sharding.whole_value import replaced
 
 _REDUCES_ONCE = 1
 """The highest stage at which full gradients outlive a micro-batch."""
@@ -165,11 +164,11 @@ class FxZeroAccelerator(Accelerator):
     def gather(self, tensor: Any) -> Any:
         """Gather a tensor of each rank; one that ranks have in parts is whole on each first, as a
         gradient, or its norm, would be under DDP."""
-        return super().gather(replaced(tensor, DTensor, whole))
+        return super().gather(_whole(tensor))
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce a tensor over ranks; see `gather`."""
-        return super().reduce(replaced(tensor, DTensor, whole), reduction, scale)
+        return super().reduce(_whole(tensor), reduction, scale)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The full state dict, on the CPU of the main process; elsewhere it is empty.
@@ -267,6 +266,11 @@ class FxZeroAccelerator(Accelerator):
         if self.fxzero.offload or any(p.is_meta for p in model.parameters()):
             return False
         return bool(self.device_placement if asked is None else asked)
+
+
+def _whole(values: Any) -> Any:
+    """Plain tensors of those that ranks have in parts, however they are nested."""
+    return recursively_apply(whole, values, test_type=lambda value: isinstance(value, DTensor))
 
 
 def _refuse_compiled(model: nn.Module) -> None:

@@ -14,10 +14,13 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from fxzero import checkpoint
-from fxzero.errors import ConfigError
+from fxzero.checkpoint.folder import sync_folder, write_file
+from fxzero.checkpoint.ranks import all_ranks
+from fxzero.errors import CheckpointError, ConfigError
 from fxzero.integrations.deepspeed.engine_says import EngineSays
 
 _COUNTERS = ("global_steps", "skipped_steps", "micro_steps", "global_samples")
+_LATEST, _ASIDE = "latest", ".latest"
 _HERE = "."
 """What ``latest`` says of a checkpoint without a tag."""
 
@@ -74,8 +77,8 @@ class EngineSaves(EngineSays):
         state = self._run(_Counted(self, client_state or {}))
         folder = Path(save_dir) if tag is None else Path(save_dir, str(tag))
         checkpoint.save(state, folder, step=self.global_steps, asynchronous=False).wait()
-        if save_latest and self.global_rank == 0:
-            Path(save_dir, "latest").write_text(_HERE if tag is None else str(tag))
+        if save_latest:
+            _note_latest(Path(save_dir), _HERE if tag is None else str(tag))
         return True
 
     def load_checkpoint(
@@ -108,9 +111,7 @@ class EngineSaves(EngineSays):
                 "load_checkpoint(load_module_strict=False): every tensor of the model must be "
                 "there. Leave it out, or load weights before from_deepspeed(…).engine(model)."
             )
-        latest = Path(load_dir, "latest")
-        if tag is None and latest.is_file():
-            tag = latest.read_text().strip()
+        tag = _latest(Path(load_dir)) if tag is None else str(tag)
         counted = _Counted(self, {})
         state = self._run(counted)
         leave = {
@@ -120,7 +121,7 @@ class EngineSaves(EngineSays):
         }
         loaded = checkpoint.load(
             state,
-            Path(load_dir, str(tag or _HERE)),
+            Path(load_dir, tag),
             leave=[n for n, wanted in leave.items() if not wanted and n in _names(state)],
         )
         return (None, None) if loaded is None else (str(loaded.path), counted.client_state)
@@ -136,3 +137,32 @@ class EngineSaves(EngineSays):
 
 def _names(state: checkpoint.TrainState) -> set[str]:
     return {"optimizer", *state.parts}
+
+
+def _note_latest(folder: Path, tag: str) -> None:
+    """Let rank 0 write the name of the last checkpoint, whole or not at all."""
+    ranks = all_ranks()
+    failed: CheckpointError | None = None
+    if ranks.rank == 0:
+        try:
+            write_file(folder / _ASIDE, tag.encode())
+            (folder / _ASIDE).replace(folder / _LATEST)
+            sync_folder(folder)
+        except CheckpointError as error:
+            failed = error
+        except OSError as error:
+            failed = CheckpointError(f"{folder / _LATEST} cannot be written: {error.strerror}")
+    ranks.agree(failed)
+
+
+def _latest(folder: Path) -> str:
+    """What rank 0 reads there, on all ranks: they load one checkpoint."""
+    ranks, tag = all_ranks(), _HERE
+    failed: CheckpointError | None = None
+    if ranks.rank == 0 and (folder / _LATEST).is_file():
+        try:
+            tag = (folder / _LATEST).read_text(encoding="utf-8").strip() or _HERE
+        except (OSError, UnicodeDecodeError) as error:
+            failed = CheckpointError(f"{folder / _LATEST} cannot be read: {error}")
+    ranks.agree(failed)
+    return ranks.from_first(tag)
