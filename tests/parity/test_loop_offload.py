@@ -156,8 +156,6 @@ def cost(case: Case) -> float:
     in_two_tiers(
         TWO_RANKS,
         always=[
-            ("gpt", 3, "compiled", "clipped", None),
-            ("odd_shapes", 2, "compiled", "accumulated", torch.bfloat16),
             ("odd_shapes", 1, "compiled", "clipped", None),
             ("convnet", 0, "compiled", "clipped", None),
         ],
@@ -177,6 +175,7 @@ def on_two_axes() -> None:
     trains_alike("odd_shapes", 3, "compiled", "clipped", mesh=mesh, gather_group=True)
 
 
+@pytest.mark.exhaustive
 def test_replicas_of_shards(ranks: Pools) -> None:
     """HSDP, and gathers in a group of their own."""
     ranks(4).run(on_two_axes)

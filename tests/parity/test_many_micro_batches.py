@@ -103,18 +103,19 @@ def same_bits(micro_batches: int, settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("zero", "schedule", "clip"),
-    in_two_tiers(
-        [
-            *((3, schedule, None) for schedule in SCHEDULES),
-            (3, "least", 0.05),
-            # Where nothing is gathered in a micro-step, schedules differ in little.
-            *((zero, "default", clip) for zero, clip in ((0, 0.05), (2, None))),
-            *((zero, "by layer", None) for zero in (0, 1)),
-            (1, "least", 0.05),
-            (2, "distance 2", 0.05),
-        ],
-        always=[(3, "default", None)],
-    ),
+    [
+        *in_two_tiers(
+            [
+                *((3, schedule, None) for schedule in SCHEDULES if schedule != "default"),
+                (3, "least", 0.05),
+                # Where nothing is gathered in a micro-step, schedules differ in little.
+                *((zero, "by layer", None) for zero in (0, 1)),
+                (1, "least", 0.05),
+                (2, "distance 2", 0.05),
+            ]
+        ),
+        *exhaustive((3, "default", None), (0, "default", 0.05), (2, "default", None)),
+    ],
 )
 def test_same_bits(ranks: Pools, zero: int, schedule: str, clip: float | None) -> None:
     """Losses, norms, parameters, statistics, moments.
@@ -125,11 +126,10 @@ def test_same_bits(ranks: Pools, zero: int, schedule: str, clip: float | None) -
     ranks(2).run(same_bits, MANY, settings)
 
 
-@pytest.mark.parametrize("world", [4])
-@pytest.mark.parametrize("zero", [3, *exhaustive(1)])
+@pytest.mark.parametrize(("world", "zero"), [(2, 3), *exhaustive((4, 3), (4, 1))])
 def test_same_bits_on_two_axes(ranks: Pools, world: int, zero: int) -> None:
     """Across replicas too."""
-    ranks(world).run(same_bits, MANY, {"zero": zero, "mesh": (2, 2), "options": EAGER})
+    ranks(world).run(same_bits, MANY, {"zero": zero, "mesh": (2, world // 2), "options": EAGER})
 
 
 @pytest.mark.parametrize(("zero", "options"), [(2, EAGER), *exhaustive((0, EAGER), (3, {}))])
@@ -139,7 +139,7 @@ def test_same_bits_in_low_precision(ranks: Pools, zero: int, options: dict[str, 
     ranks(2).run(same_bits, MANY + 1 if zero == 3 else MANY, settings)
 
 
-@pytest.mark.parametrize(("zero", "clip"), [(0, None), (1, 0.1), (2, 0.1), (3, None)])
+@pytest.mark.parametrize(("zero", "clip"), [(3, None), *exhaustive((0, None), (1, 0.1), (2, 0.1))])
 def test_as_the_eager_loop(ranks: Pools, zero: int, clip: float | None) -> None:
     """Eight micro-batches by a plain loop in one process, in float64."""
     ranks(2).run(trains_as_the_eager_loop, Case(zero, 8, clip, "adamw", example="odd_shapes"))

@@ -32,6 +32,7 @@ from examples.settings import Settings
 from examples.train import train
 from fxzero.errors import ShardingError
 from tests.parity.harness import Pools
+from tests.tiers import exhaustive
 
 RTOL = 1e-12
 ROWS = 2
@@ -402,15 +403,16 @@ def test_every_schedule(world: int, schedule: str, ranks: Pools) -> None:
     assert not {"h.0.up.weight", "h.3.up.weight"} <= {*here[0]} or schedule == "zbv"
 
 
-@pytest.mark.parametrize("example", ["unet", "conv", "t5"])
+@pytest.mark.parametrize("example", ["unet", "conv", *exhaustive("t5")])
 @pytest.mark.parametrize("world", [2])
 def test_models(world: int, example: str, ranks: Pools) -> None:
     ranks(world).run(in_stages, Case(example, clip=0.5))
 
 
+@pytest.mark.parametrize(("example", "schedule"), [("added", "1f1b"), *exhaustive(("gpt", "zb_h1"))])
 @pytest.mark.parametrize("world", [2])
-def test_compiled_regions(world: int, ranks: Pools) -> None:
-    ranks(world).run(in_stages, Case(lowering="inductor", clip=0.1, schedule="zb_h1"))
+def test_compiled_regions(world: int, example: str, schedule: str, ranks: Pools) -> None:
+    ranks(world).run(in_stages, Case(example, schedule, lowering="inductor", clip=0.1))
 
 
 @pytest.mark.parametrize("world", [2])
@@ -427,7 +429,7 @@ def test_stages_by_cost(world: int, ranks: Pools) -> None:
     assert sorted([*here[0], *here[1]]) == sorted(dict(UNet().named_parameters()))
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [3, *exhaustive(0, 1, 2)])
 @pytest.mark.parametrize("world", [4])
 def test_zero_inside_of_stages(world: int, zero: int, ranks: Pools) -> None:
     schedule = ("1f1b", "interleaved", "zbv", "zb_h1")[zero]
@@ -439,7 +441,9 @@ def test_replicas(world: int, ranks: Pools) -> None:
     ranks(world).run(in_stages, Case(inner="replicate", clip=0.1))
 
 
-@pytest.mark.parametrize("case", [Case(places=4), Case("t5", places=4), Case("unet", places=4)])
+@pytest.mark.parametrize(
+    "case", [Case("unet", places=4), *exhaustive(Case(places=4), Case("t5", places=4))]
+)
 @pytest.mark.parametrize("world", [4])
 def test_four_stages(world: int, case: Case, ranks: Pools) -> None:
     ranks(world).run(in_stages, case)
@@ -528,7 +532,7 @@ def test_a_module_of_two_stages(world: int, ranks: Pools) -> None:
     assert all("embed.weight" in names for names in here)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved", "zbv"])
+@pytest.mark.parametrize("schedule", ["zb_h1", "zbv", *exhaustive("1f1b", "interleaved")])
 @pytest.mark.parametrize("world", [2])
 def test_gradients_that_other_stages_compute(world: int, schedule: str, ranks: Pools) -> None:
     """They travel to where the parameter is held, though nothing else there reads them."""
@@ -664,8 +668,7 @@ SMALL_RUN = [
     ("world", "overrides"),
     [
         (2, ["mesh=pipeline2", "schedule=zb_h1"]),
-        (4, ["mesh=pipeline2"]),
-        (4, ["mesh=replicate2"]),
+        *exhaustive((4, ["mesh=pipeline2"]), (4, ["mesh=replicate2"])),
     ],
 )
 def test_the_trainer(world: int, overrides: list[str], ranks: Pools, tmp_path: Path) -> None:

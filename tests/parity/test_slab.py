@@ -21,6 +21,7 @@ from tests.parity.harness import Pools
 from tests.parity.test_many_micro_batches import trained
 from tests.parity.test_schedules import Net as Tied
 from tests.parity.test_schedules import tokens
+from tests.tiers import exhaustive
 from tests.tracing import observed
 
 IN_PLACES = {"slab": {"enabled": True}}
@@ -60,7 +61,7 @@ def same_step(micro_batches: int, settings: dict[str, Any]) -> None:
         (1, 1, {}),
     ],
 )
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *exhaustive(4)])
 def test_whole_steps(
     world: int, zero: int, micro_batches: int, settings: dict[str, Any], ranks: Pools
 ) -> None:
@@ -68,7 +69,7 @@ def test_whole_steps(
     ranks(world).run(same_step, micro_batches, {"zero": zero, "options": options, **settings})
 
 
-@pytest.mark.parametrize("memory", ["states_host", "all_host", "l2l", "infinity"])
+@pytest.mark.parametrize("memory", ["all_host", "infinity", *exhaustive("states_host", "l2l")])
 @pytest.mark.parametrize("world", [2])
 def test_copies_to_the_host_are_done_when_a_place_is_given_again(
     world: int, memory: str, ranks: Pools
@@ -113,7 +114,7 @@ def same_loop(options: dict[str, Any]) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", *exhaustive("inductor")])
 @pytest.mark.parametrize("world", [2])
 def test_the_ordinary_loop(world: int, backend: str, ranks: Pools) -> None:
     options = {"prefetch": {"keep": False}, "lower_regions": {"backend": backend}}
