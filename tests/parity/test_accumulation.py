@@ -19,7 +19,6 @@ from tests.parity.models import Example
 from tests.parity.sharded import (
     FLOAT64,
     TIGHT,
-    all_stages,
     batches_of,
     ends_in_every_run,
     inner,
@@ -73,7 +72,7 @@ def compare_accumulation(
 
 
 @on_two_ranks
-@all_stages
+@ends_in_every_run
 def test_forwards_before_a_backward(ranks: Pools, world: int, zero: int) -> None:
     """Two forwards alive at once, joined in one loss."""
     ranks(world).run(join_two_forwards, zero)
@@ -90,7 +89,7 @@ def join_two_forwards(zero: int) -> None:
 
 
 @on_two_ranks
-@all_stages
+@ends_in_every_run
 def test_backward_twice(ranks: Pools, world: int, zero: int) -> None:
     """With ``retain_graph=True`` nothing that the second backward needs may be gone."""
     ranks(world).run(go_back_twice, zero)
@@ -151,7 +150,7 @@ def drop_a_micro_batch(kept_after: int, zero: int) -> None:
 
 
 @on_two_ranks
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [1, *exhaustive(0)])
 def test_no_sync_follows_the_forward(ranks: Pools, world: int, zero: int) -> None:
     """A forward run inside keeps its gradient back even if its backward comes later."""
     ranks(world).run(leave_no_sync_before_backward, zero)
@@ -193,7 +192,7 @@ def ask_for_no_sync_in_vain(zero: int) -> None:
 
 
 @on_two_ranks
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, *exhaustive(1)])
 def test_both_forwards_before_their_backwards(ranks: Pools, world: int, zero: int) -> None:
     """The second forward reduces what the first one's backward is still to keep."""
     ranks(world).run(keep_after_both_forwards, zero)

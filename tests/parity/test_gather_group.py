@@ -28,6 +28,7 @@ from tests.parity.training import (
     rows_of_rank,
     train,
 )
+from tests.tiers import exhaustive
 from tests.tracing import observed
 
 EXAMPLE = EXAMPLES["gpt"]
@@ -36,7 +37,7 @@ OPTIONS = {"lower_regions": {"backend": "eager"}}
 
 @pytest.mark.parametrize(
     ("world", "zero", "door"),
-    [(2, 1, "loop"), (2, 3, "step"), (4, 3, "loop")],
+    [(2, 1, "loop"), (2, 3, "step"), *exhaustive((4, 3, "loop"))],
 )
 def test_gathers_in_a_group_of_their_own(ranks: Pools, world: int, zero: int, door: str) -> None:
     """Gathers go through another group of the same ranks, and nothing else changes."""

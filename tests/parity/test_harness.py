@@ -128,6 +128,7 @@ def give_a_lambda() -> object:
     return lambda: None
 
 
+@pytest.mark.exhaustive
 @on_two_ranks
 def test_what_inductor_compiled_is_not_compiled_again(ranks: Pools, world: int) -> None:
     """Not by another pool: all share the folder of the test run."""

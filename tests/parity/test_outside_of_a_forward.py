@@ -18,6 +18,7 @@ from tests.parity.harness import Pools
 from tests.parity.sharded import FLOAT64, TIGHT, first_and_last_stage, on_two_ranks
 from tests.parity.test_refusals import OPTIONS, rows
 from tests.parity.training import assert_same, full_parameters
+from tests.tiers import exhaustive
 
 READINGS: dict[str, Callable[[Tensor], Any]] = {
     "norm of detach": lambda w: float(w.detach().norm()),
@@ -218,8 +219,9 @@ class Assigns(Scaled):
 
 
 @on_two_ranks
-@first_and_last_stage
-@pytest.mark.parametrize("door", ["compile", "step"])
+@pytest.mark.parametrize(
+    ("door", "zero"), [("step", 0), ("compile", 3), *exhaustive(("compile", 0), ("step", 3))]
+)
 def test_a_weight_that_lives_on_between_graphs(
     ranks: Pools, world: int, zero: int, door: str
 ) -> None:

@@ -76,7 +76,7 @@ ranks those whose rows do not divide, and every stage with some of the others.""
 
 EVERY_RUN = {
     1: {"gpt": (), "odd_shapes": (1,)},
-    2: {name: (3,) for name in EXAMPLES} | {"odd_shapes": STAGES},
+    2: dict.fromkeys(EXAMPLES, (3,)) | {"odd_shapes": STAGES},
     3: {"gpt": (), "convnet": (), "odd_shapes": (3,)},
     4: {"graph_break": (), "odd_shapes": (2,)},
 }

@@ -409,7 +409,9 @@ def test_models(world: int, example: str, ranks: Pools) -> None:
     ranks(world).run(in_stages, Case(example, clip=0.5))
 
 
-@pytest.mark.parametrize(("example", "schedule"), [("added", "1f1b"), *exhaustive(("gpt", "zb_h1"))])
+@pytest.mark.parametrize(
+    ("example", "schedule"), [("added", "1f1b"), *exhaustive(("gpt", "zb_h1"))]
+)
 @pytest.mark.parametrize("world", [2])
 def test_compiled_regions(world: int, example: str, schedule: str, ranks: Pools) -> None:
     ranks(world).run(in_stages, Case(example, schedule, lowering="inductor", clip=0.1))
@@ -658,7 +660,7 @@ def trained(folder: str, overrides: Sequence[str]) -> list[float]:
 
 
 SMALL_RUN = [
-    *("model=gpt_tiny", "model.num_layers=4", "model.hidden=32", "data.max_bytes=100000"),
+    *("model=gpt_tiny", "model.num_layers=2", "model.hidden=32", "data.max_bytes=100000"),
     *("trainer.steps=6", "trainer.micro_batches=2", "trainer.val_every=3", "trainer.val_batches=2"),
     *("trainer.sample_length=4", "fxzero.lower_regions.backend=eager", "trainer.threads=1"),
 ]

@@ -5,6 +5,7 @@ Each case is something that training code does. Rank 1 deviates; the job returns
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from unittest import mock
 
@@ -20,6 +21,7 @@ from fxzero.ranks import agree, watch
 from tests.parity.harness import Pools, RanksFailedError
 from tests.parity.sharded import compile_eagerly, first_and_last_stage, on_two_ranks
 from tests.runtime.test_watch import SOON
+from tests.tiers import exhaustive, in_two_tiers
 
 WIDTH = 6
 
@@ -101,14 +103,21 @@ def run_model(kind: str, zero: int, compiled: bool, deviates: bool) -> str:
 
 
 @on_two_ranks
-@first_and_last_stage
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
-@pytest.mark.parametrize("kind", ["heads", "experts", "layers"])
+@pytest.mark.parametrize(
+    ("kind", "door", "zero"),
+    in_two_tiers(
+        [*itertools.product(("heads", "experts", "layers"), ("compiled", "eager"), (0, 3))],
+        always=[
+            *(("heads", door, 0) for door in ("compiled", "eager")),
+            *((kind, "compiled", 3) for kind in ("experts", "layers")),
+        ],
+    ),
+)
 def test_another_path_on_one_rank(
-    ranks: Pools, world: int, zero: int, compiled: bool, kind: str
+    ranks: Pools, world: int, zero: int, door: str, kind: str
 ) -> None:
     """Both ranks stop, and each names what the two run."""
-    messages = ranks(world).run(run_model, kind, zero, compiled, True)
+    messages = ranks(world).run(run_model, kind, zero, door == "compiled", True)
     names = {
         "heads": ("heads.0", "heads.1"),
         "experts": ("experts.1", "experts.2"),
@@ -119,13 +128,13 @@ def test_another_path_on_one_rank(
         assert "rank 0: " in message
         assert "rank 1: " in message
         assert all(name in message for name in names), message
-        if compiled:
+        if door == "compiled":
             assert "test_ranks_disagree.py" in message, message
     assert all(messages)
 
 
 @on_two_ranks
-@first_and_last_stage
+@pytest.mark.parametrize("zero", [3, *exhaustive(0)])
 @pytest.mark.parametrize("kind", ["heads", "experts", "layers"])
 def test_the_same_path_on_all_ranks(ranks: Pools, world: int, zero: int, kind: str) -> None:
     """Nothing is said."""
@@ -243,7 +252,7 @@ def drop_on_the_last(zero: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("world", [4])
-@first_and_last_stage
+@pytest.mark.parametrize("zero", [3, *exhaustive(0)])
 def test_a_rank_that_shares_no_group_with_the_odd_one(ranks: Pools, world: int, zero: int) -> None:
     """It is told by those that do, instead of waiting for them."""
     with pytest.raises(RanksFailedError) as caught:

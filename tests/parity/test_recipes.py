@@ -16,9 +16,10 @@ from torch.nn.utils import parametrizations, prune
 
 import fxzero
 from tests.parity.harness import Pools
-from tests.parity.sharded import TIGHT, first_and_last_stage, on_two_ranks
+from tests.parity.sharded import TIGHT, on_two_ranks
 from tests.parity.test_refusals import OPTIONS, rows, small
 from tests.parity.training import assert_same, full_parameters
+from tests.tiers import exhaustive
 
 Recipe = Callable[[nn.Module, Any, Tensor], None]
 """Trains a model a little: the model, what is called for its forward, and a batch."""
@@ -285,8 +286,9 @@ def wrap_in_ddp(model: nn.Module, forward: Any, x: Tensor) -> None:
 
 
 @on_two_ranks
-@first_and_last_stage
-@pytest.mark.parametrize("door", ["eager", "compile"])
+@pytest.mark.parametrize(
+    ("door", "zero"), [("eager", 0), ("compile", 3), *exhaustive(("eager", 3), ("compile", 0))]
+)
 def test_recipes(ranks: Pools, world: int, zero: int, door: str) -> None:
     """Each gives eager's numbers, or says why not."""
     for complaints in ranks(world).run(try_recipes, zero, door):

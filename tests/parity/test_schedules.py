@@ -121,24 +121,26 @@ class WithStatistics(nn.Module):
         return self.last(torch.tanh(self.norm(self.first(x))))
 
 
-@pytest.mark.parametrize("zero", [3, *exhaustive(0, 1)])
-def test_casts_inside_of_regions(ranks: Pools, zero: int) -> None:
+@pytest.mark.parametrize(
+    ("zero", "doors"), [(3, ("loop",)), *exhaustive((3, DOORS), (0, DOORS), (1, DOORS))]
+)
+def test_casts_inside_of_regions(ranks: Pools, zero: int, doors: tuple[str, ...]) -> None:
     """What passes cast fuses with what it is computed from: on Inductor, in both doors."""
-    ranks(2).run(train_in_low_precision, zero)
+    ranks(2).run(train_in_low_precision, zero, doors)
 
 
-def train_in_low_precision(zero: int) -> None:
+def train_in_low_precision(zero: int, doors: tuple[str, ...]) -> None:
     """Job: Inductor's regions next to torch's own kernels, to the rounding of bfloat16."""
     x, y = torch.randn(8, 6), torch.randn(8, 3)
     found = []
     for options in ({}, {"lower_regions": EAGER}):
-        for whole in (True, False):
+        for door in doors:
             torch._dynamo.reset()
             torch.manual_seed(0)
             model = fxzero.shard(WithStatistics(), zero=zero, param_dtype=torch.bfloat16)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             loss_fn = nn.functional.mse_loss
-            if whole:
+            if door == "step":
                 fxzero.compile_step(model, optimizer, loss_fn, options=options)(x, y)
             else:
                 compiled = torch.compile(model, backend="fxzero", options=options)

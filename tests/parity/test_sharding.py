@@ -36,6 +36,7 @@ from tests.parity.training import (
     rows_of_rank,
     train,
 )
+from tests.tiers import exhaustive
 
 # -- the parameters themselves
 
@@ -158,7 +159,10 @@ def test_single_process_without_a_group(example: str, zero: int) -> None:
 @pytest.mark.parametrize("world", [4])
 @pytest.mark.parametrize(
     ("example", "zero"),
-    [("gpt", 1), ("gpt", 3), ("odd_shapes", 0), ("odd_shapes", 2), ("odd_shapes", 3)],
+    [
+        *(("odd_shapes", zero) for zero in (2, 3)),
+        *exhaustive(("odd_shapes", 0), ("gpt", 1), ("gpt", 3)),
+    ],
 )
 def test_two_axis_mesh(ranks: Pools, world: int, example: str, zero: int) -> None:
     """Sharded inside pairs, replicated across them."""

@@ -54,11 +54,10 @@ def same_step(micro_batches: int, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("zero", "micro_batches", "settings"),
     [
-        (3, 1, {}),
         (3, 4, {"clip_grad_norm": 0.1}),
         (2, 7, {}),
-        (3, 7, {"options": {"bucket": {"min_bytes": 0}}}),
         (1, 1, {}),
+        *exhaustive((3, 1, {}), (3, 7, {"options": {"bucket": {"min_bytes": 0}}})),
     ],
 )
 @pytest.mark.parametrize("world", [2, *exhaustive(4)])
@@ -78,10 +77,12 @@ def test_copies_to_the_host_are_done_when_a_place_is_given_again(
     ranks(world).run(same_step, 2, {"zero": 3, "options": options})
 
 
+@pytest.mark.parametrize("backend", ["eager", *exhaustive("inductor")])
 @pytest.mark.parametrize("world", [4])
-def test_replicas(world: int, ranks: Pools) -> None:
+def test_replicas(world: int, backend: str, ranks: Pools) -> None:
     """The sums over replicas are taken in the places of what was received."""
-    settings = {"zero": 3, "mesh": (2, 2), "clip_grad_norm": 0.1}
+    options = {"lower_regions": {"backend": backend}}
+    settings = {"zero": 3, "mesh": (2, 2), "clip_grad_norm": 0.1, "options": options}
     ranks(world).run(same_step, 2, settings)
 
 

@@ -256,7 +256,7 @@ def test_our_own_update(ranks: Pools, zero: int, clip: float | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero", "micro_batches"), [(3, 4), *exhaustive((0, 1), (1, 4), (2, 4), (3, 1))]
+    ("zero", "micro_batches"), [(0, 1), *exhaustive((1, 4), (2, 4), (3, 1), (3, 4))]
 )
 def test_float32(ranks: Pools, zero: int, micro_batches: int) -> None:
     """The dtype that models are trained in."""
@@ -295,9 +295,8 @@ def test_on_two_axes(ranks: Pools, world: int, zero: int) -> None:
 @pytest.mark.parametrize(
     ("example", "zero"),
     [
-        *(("mlp", zero) for zero in (0, 1, 2)),
-        ("gpt", 3),
-        *exhaustive(*(("gpt", zero) for zero in (0, 1, 2))),
+        *(("mlp", zero) for zero in (0, 1, 2, 3)),
+        *exhaustive(*(("gpt", zero) for zero in (0, 1, 2, 3))),
     ],
 )
 def test_two_ranks_agree_bitwise_with_the_ordinary_loop(
@@ -508,7 +507,7 @@ def computes_in_low_precision(precision: str, zero: int, micro_batches: int) -> 
     assert_same(full_parameters(model), full_parameters(other), rtol=0)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [0, 3, *exhaustive(1, 2)])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Pools, zero: int) -> None:
     """Nothing changes, the scale halves as told, and training goes on."""
     ranks(2).run(skips_an_overflow, zero)

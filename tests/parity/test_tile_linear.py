@@ -42,9 +42,11 @@ def tiled_step(case: Case) -> None:
     "case",
     [
         Case(3, 1, None, "sgd", tile_bytes=1024),
-        Case(3, 1, 0.1, dtype=torch.float32, tile_bytes=512, memory="all_host"),
-        Case(3, 2, 0.1, example="odd_shapes", tile_bytes=200),
-        *exhaustive(Case(3, 4, 0.1, tile_bytes=1024)),
+        *exhaustive(
+            Case(3, 1, 0.1, dtype=torch.float32, tile_bytes=512, memory="all_host"),
+            Case(3, 2, 0.1, example="odd_shapes", tile_bytes=200),
+            Case(3, 4, 0.1, tile_bytes=1024),
+        ),
     ],
     ids=["tied", "host", "uneven", "micro-batches"],
 )
@@ -180,14 +182,16 @@ def loop_like_the_reference(options: dict[str, Any], dtype: torch.dtype, **shard
     ("options", "dtype", "shard"),
     [
         ({"tile_linear": {"max_bytes": 1024}}, torch.float64, {}),
-        (
-            {"tile_linear": {"max_bytes": 1024}, "recompute": {"policy": "full"}},
-            torch.float64,
-            {},
-        ),
         ({"tile_linear": {"max_bytes": 256}}, torch.float32, {"param_dtype": torch.bfloat16}),
+        *exhaustive(
+            (
+                {"tile_linear": {"max_bytes": 1024}, "recompute": {"policy": "full"}},
+                torch.float64,
+                {},
+            )
+        ),
     ],
-    ids=["float64", "recompute", "bf16"],
+    ids=["float64", "bf16", "recompute"],
 )
 def test_the_ordinary_loop(
     ranks: Pools, options: dict[str, Any], dtype: torch.dtype, shard: dict[str, Any]
