@@ -27,7 +27,7 @@ STEPS = 3
 Place = tuple[int, str]
 """A stage, and a door."""
 OPTIONS = {"lower_regions": {"backend": "eager"}}
-CAUGHT_BY = ("InATupleToo", "TiedAfterShard", "optimizer made before shard")
+CAUGHT_BY = ("InATupleToo", "TiedAfterShard")
 """Habits by whose compiling tests/mutants catches faults."""
 
 

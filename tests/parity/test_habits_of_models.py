@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fxzero
 from fxzero.compiler.compilation import Compilation
-from tests.pairwise import pairwise
 from tests.parity.harness import Pools
 from tests.tiers import in_two_tiers
 from tests.tracing import observed
@@ -194,10 +193,7 @@ NAMES = ["checkpoint", "reentrant", "teacher", "average", "convolutions", "mask"
 @pytest.mark.parametrize("world", [2])
 @pytest.mark.parametrize(
     ("name", "door", "zero"),
-    in_two_tiers(
-        [*itertools.product(NAMES, ("loop", "step"), (0, 3))],
-        always=pairwise(NAMES, ("loop", "step"), (0, 3)),
-    ),
+    in_two_tiers([*itertools.product(NAMES, ("loop", "step"), (0, 3))]),
 )
 def test_eagers_numbers(ranks: Pools, world: int, name: str, zero: int, door: str) -> None:
     """Losses, parameters and buffers of three steps."""

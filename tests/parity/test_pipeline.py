@@ -403,7 +403,7 @@ def test_every_schedule(world: int, schedule: str, ranks: Pools) -> None:
     assert not {"h.0.up.weight", "h.3.up.weight"} <= {*here[0]} or schedule == "zbv"
 
 
-@pytest.mark.parametrize("example", ["unet", "conv", *exhaustive("t5")])
+@pytest.mark.parametrize("example", ["conv", *exhaustive("unet", "t5")])
 @pytest.mark.parametrize("world", [2])
 def test_models(world: int, example: str, ranks: Pools) -> None:
     ranks(world).run(in_stages, Case(example, clip=0.5))
@@ -698,6 +698,7 @@ def peak_of_sharding() -> tuple[int, int]:
     return meter.peak_bytes() - before, whole
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's peak, and glibc's heap")
 @pytest.mark.parametrize("world", [4])
 def test_no_rank_holds_the_stages_of_others(world: int, ranks: Pools) -> None:

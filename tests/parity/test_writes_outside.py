@@ -16,6 +16,7 @@ import fxzero
 from tests.parity.harness import Pools
 from tests.parity.sharded import FLOAT64, TIGHT
 from tests.parity.training import assert_same, full, full_parameters
+from tests.tiers import exhaustive
 
 ONES = torch.ones(5, 4, dtype=FLOAT64)
 
@@ -103,7 +104,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *exhaustive(4)])
 def test_a_write_reaches_the_shards(ranks: Pools, world: int) -> None:
     """Four ranks share five rows: the last has none."""
     for found in ranks(world).run(write_everything):
