@@ -139,6 +139,7 @@ def test_a_checkout_beside_an_installed_wheel_is_its_own(tree: Path, installed: 
     assert files(SHOW, tree, installed) == [tree / name / "__init__.py" for name in FOLDERS]
 
 
+@pytest.mark.exhaustive
 def test_a_checkout_that_was_never_installed_compiles(tree: Path) -> None:
     """Also by the backend's name, which no metadata announces there."""
     found = files(WITHOUT_METADATA + SHOW + COMPILE, tree)
