@@ -133,17 +133,20 @@ def test_an_installed_wheel_is_complete(installed: Path, tmp_path: Path) -> None
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_checkout_beside_an_installed_wheel_is_its_own(tree: Path, installed: Path) -> None:
     """Its `fxzero/` comes first, and takes its passes from beside it, not from the wheel."""
     assert files(SHOW, tree, installed) == [tree / name / "__init__.py" for name in FOLDERS]
 
 
+@pytest.mark.exhaustive
 def test_a_checkout_that_was_never_installed_compiles(tree: Path) -> None:
     """Also by the backend's name, which no metadata announces there."""
     found = files(WITHOUT_METADATA + SHOW + COMPILE, tree)
     assert found == [tree / name / "__init__.py" for name in FOLDERS]
 
 
+@pytest.mark.exhaustive
 def test_another_checkouts_editable_install_is_not_mixed_in(tree: Path) -> None:
     """The finder of this environment's own install, if it is one, maps to another folder."""
     code = SHOW.replace("import fxzero,", "import sys; sys.path.insert(0, '.'); import fxzero,", 1)
@@ -154,6 +157,7 @@ def test_another_checkouts_editable_install_is_not_mixed_in(tree: Path) -> None:
     assert lines == [tree / name / "__init__.py" for name in FOLDERS]
 
 
+@pytest.mark.exhaustive
 def test_hydra_finds_the_compilers_group_in_a_wheel(installed: Path, tmp_path: Path) -> None:
     """An application of one's own, with fxzero's settings in it."""
     (tmp_path / "conf").mkdir()
@@ -245,6 +249,7 @@ assert moved()
 """By extra, something that it is for. What else it needs is here: `pip` picks it."""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_what_an_extra_is_for_runs_from_a_wheel(
     installed: Path, tmp_path: Path, extra: str

@@ -459,6 +459,7 @@ class Wide(nn.Module):
         self.weights = nn.ParameterList(torch.empty(2048, 1024).normal_() for _ in range(48))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says what the peak was")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """64 MiB of tensors, as much of blocks on their way, and what the allocator keeps."""

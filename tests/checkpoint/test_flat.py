@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -62,6 +63,7 @@ def train(folder: str) -> tuple[dict[str, int], dict[str, int]]:
     return early, late
 
 
+@pytest.mark.exhaustive
 def test_nothing_grows(ranks: Pools, tmp_path: Path) -> None:
     """On any rank."""
     for early, late in ranks(2).run(train, str(tmp_path)):

@@ -297,6 +297,7 @@ def job() -> Iterator[Job]:
     made.kill()
 
 
+@pytest.mark.exhaustive
 def test_looking_at_the_lock_does_not_let_go_of_it(tmp_path: Path, job: Job) -> None:
     """A copy of the folder, made by the job itself, opens and closes every file in it."""
     lock(tmp_path)
@@ -309,6 +310,7 @@ def test_looking_at_the_lock_does_not_let_go_of_it(tmp_path: Path, job: Job) -> 
         job.unlock(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_folder_that_was_made_anew_is_locked_anew(tmp_path: Path, job: Job) -> None:
     """Whoever deletes a folder of checkpoints and begins again is alone there too."""
     folder = tmp_path / "checkpoints"
@@ -324,6 +326,7 @@ def test_a_folder_that_was_made_anew_is_locked_anew(tmp_path: Path, job: Job) ->
         job.unlock(folder)
 
 
+@pytest.mark.exhaustive
 def test_a_folder_is_free_once_it_was_let_go(tmp_path: Path, job: Job) -> None:
     """Each in its turn."""
     for _ in range(2):

@@ -14,7 +14,6 @@ from torch import nn
 
 import fxzero
 from tests.checkpoint.runs import hidden, visible
-from tests.tiers import exhaustive
 
 # One process imports, and forks a job for each kill. A job trains, saves, and says what it has
 # saved; the next one goes on from that.
@@ -67,7 +66,8 @@ print(json.dumps(said))
 """
 
 
-@pytest.mark.parametrize(("kills", "seed"), [(20, 0), *exhaustive((200, 1))])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kills", "seed"), [(20, 0), (200, 1)])
 def test_a_job_is_killed_at_random_moments(tmp_path: Path, kills: int, seed: int) -> None:
     """Each next job goes on from what the last one has said it saved, or from one more."""
     folder = tmp_path / "checkpoints"

@@ -582,6 +582,7 @@ def told() -> Iterator[dict[tuple[str, str], str]]:
         yield dict(zip(keys, done.stdout.splitlines(), strict=True))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["folder", "newest", "file"])
 def test_permission_is_denied(told: dict[tuple[str, str], str], kind: str) -> None:
     """By the file system itself: a fall back that is said, or an error that names the path."""

@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
     import os, signal, sys
@@ -39,6 +41,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_stopped_in_saving(tmp_path: Path) -> None:
     """Within seconds of the time that it is given, and what was published stays."""
     script = tmp_path / "script.py"

@@ -22,6 +22,7 @@ from torch.optim import lr_scheduler as schedulers
 from fxzero.checkpoint.values import decode, encode
 from fxzero.errors import CheckpointError
 from tests.checkpoint.runs import bits
+from tests.tiers import exhaustive
 
 DTYPES = [
     torch.bool,
@@ -100,11 +101,16 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
-@given(VALUES)
-def test_every_value_comes_back_to_the_bit(value: Any) -> None:
+@pytest.mark.parametrize("max_examples", [60, *exhaustive(400)])
+def test_every_value_comes_back_to_the_bit(max_examples: int) -> None:
     """Of the same type, in the same order."""
-    assert bits(through_json(value)) == bits(value)
+
+    @settings(max_examples=max_examples, deadline=None)
+    @given(VALUES)
+    def comes_back(value: Any) -> None:
+        assert bits(through_json(value)) == bits(value)
+
+    comes_back()
 
 
 def test_dicts_come_back_in_their_order() -> None:

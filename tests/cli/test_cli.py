@@ -237,6 +237,7 @@ def test_torchs_log_of_an_error_is_not_shown_beside_it() -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_installed_command() -> None:
     """`python -m` is not needed: the entry point starts, which pip makes a script of."""

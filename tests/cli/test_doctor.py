@@ -209,6 +209,7 @@ def test_help_teaches() -> None:
     assert "doctor" in CliRunner().invoke(app, ["--help"]).output
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_compiler_that_is_not_there() -> None:
     """What is found, what to do, and exit code 1; its caches do not hide it."""

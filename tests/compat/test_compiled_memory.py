@@ -15,6 +15,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from examples.benchmarks.measure import allocated_peak_bytes
 from fxzero._compat import held_bytes, inductor_decompositions
 from fxzero.cost.workspace import attention_workspace
+from tests.tiers import exhaustive
 
 
 def compiled(function: Callable[..., Any], *inputs: Tensor) -> Any:
@@ -58,11 +59,19 @@ def attention(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("function", "width"),
-    [(chain, 64), (outputs, 64), (attention, 48)],
-    ids=["chain", "outputs", "attention"],
+    ("dtype", "function", "width"),
+    [
+        (torch.float32, outputs, 64),
+        (torch.float32, attention, 48),
+        (torch.bfloat16, chain, 64),
+        *exhaustive(
+            (torch.float32, chain, 64),
+            (torch.bfloat16, outputs, 64),
+            (torch.bfloat16, attention, 48),
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_peak_of_compiled_code(
     function: Callable[..., Any], width: int, dtype: torch.dtype
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,12 +23,12 @@ from fxzero._compat import equal_layers, layer_copies
 from fxzero.graph.modules import module_path
 from fxzero.inspect.capture import fake_ranks
 from tests.architectures.models import ARCHITECTURES
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, in_two_tiers
 
 NUM_LAYERS = 4
-COPIED = ["gpt2", "vit", *exhaustive("llama", "mixtral", "bert")]
+COPIED = ["vit", *exhaustive("gpt2", "llama", "mixtral", "bert")]
 """Architectures that are compared here; `python -m tests.architectures` trains all of them."""
-WITH_A_CACHE = ["mixtral", *exhaustive("gpt2", "t5")]
+WITH_A_CACHE = ["gpt2", *exhaustive("mixtral", "t5")]
 """Of those whose forward makes one unless it is told not to; each layer writes to it."""
 
 
@@ -269,11 +270,16 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "another buffer": lambda layer: setattr(layer, "shift", torch.full((8,), 2.0).double()),
     "a buffer of another shape": lambda layer: setattr(layer, "shift", torch.ones(1).double()),
 }
+SEEN_BY_GUARDS = ("a hook", "its activation", "a choice", "a frozen parameter", "a tied parameter")
+"""By guards of different kinds, in every run."""
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
-@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize(
+    ("index", "change"),
+    in_two_tiers([*itertools.product((2, 0), CHANGES.values())]),
+    ids=[f"{index}-{name}" for index, name in itertools.product((2, 0), CHANGES)],
+)
 def test_a_layer_that_differs(change: Callable[[Any], None], index: int, seen: Seen) -> None:
     """One of the layers differs before it is compiled: its numbers are its own.
 
@@ -291,7 +297,11 @@ def test_a_layer_that_differs(change: Callable[[Any], None], index: int, seen: S
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
+@pytest.mark.parametrize(
+    "change",
+    [CHANGES[name] if name in SEEN_BY_GUARDS else exhaustive(CHANGES[name])[0] for name in CHANGES],
+    ids=list(CHANGES),
+)
 def test_a_layer_that_changes(change: Callable[[Any], None], seen: Seen) -> None:
     """A copied layer's guards see what its own would have seen; then those of the traced one do."""
     eager = Model().double()
@@ -307,7 +317,7 @@ def test_a_layer_that_changes(change: Callable[[Any], None], seen: Seen) -> None
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("index", [2, *exhaustive(0)])
 def test_a_layer_in_another_mode(index: int, seen: Seen) -> None:
     """``layer.eval()``, which torch's own reuse of traced layers does not see."""
     model = fxzero.shard(Model(), zero=3)
@@ -426,8 +436,8 @@ def not_all(_: Any, layers: Any, x: Tensor) -> Tensor:
     return x
 
 
-WAYS = [other_arguments, other_shapes, other_modes, several_results, the_same_twice, views]
-WAYS += [counted, written, not_all]
+WAYS = [other_arguments, other_shapes, other_modes, several_results, written]
+WAYS += exhaustive(the_same_twice, views, counted, not_all)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -451,7 +461,7 @@ def through_sparse(h: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("act", [in_a_batch_of_its_own, through_sparse])
+@pytest.mark.parametrize("act", [in_a_batch_of_its_own, *exhaustive(through_sparse)])
 def test_values_without_memory_of_their_own(act: Callable[[Tensor], Tensor], seen: Seen) -> None:
     """Such a layer is traced each time: Mamba's ends in a `torch.vmap`."""
     eager = Model().double()
@@ -551,15 +561,15 @@ CHANGED_FIRST = [
     (read_if_there, set_late, 0),
     (read_from_a_dict, change_what_a_dict_holds, 0),
 ]
+WHEN = ("before the layers", "after the first")
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
-    ("prepare", "change", "copied"),
-    CHANGED_FIRST,
-    ids=[f"{prepare.__name__}-{change.__name__}" for prepare, change, _ in CHANGED_FIRST],
+    ("when", "prepare", "change", "copied"),
+    in_two_tiers([(when, *case) for case in CHANGED_FIRST for when in WHEN]),
+    ids=[f"{when}-{f.__name__}-{g.__name__}" for f, g, _ in CHANGED_FIRST for when in WHEN],
 )
-@pytest.mark.parametrize("when", ["before the layers", "after the first"])
 def test_a_forward_that_changes_objects(
     prepare: Callable[[Any], None],
     change: Callable[[Any], None],
@@ -634,7 +644,9 @@ def test_a_forward_that_changes_a_dict_with_attributes(seen: Seen) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("entry", ["no_grad", "inference_mode", "autocast", "autocast inside"])
+@pytest.mark.parametrize(
+    "entry", ["no_grad", "autocast inside", *exhaustive("inference_mode", "autocast")]
+)
 def test_a_model_in_another_mode(entry: str, seen: Seen) -> None:
     """It trains, is read in a mode of torch, or has one of its own, and trains on."""
     eager = Calls(in_autocast if entry == "autocast inside" else not_all)

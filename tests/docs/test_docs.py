@@ -18,9 +18,12 @@ import pytest
 from fxzero.compiler.pipelines import LOWERING, SCHEDULING
 from tests.docs import blocks, commands, examples, outputs, pages, passes, quotes
 from tests.docs.outputs import ROOT, UnexpectedEndError
+from tests.tiers import exhaustive
 from tests.tracing import texts
 
 EVERYTHING = pages.everything()
+LONG = ("commands/inspect", "concepts/pipeline", "concepts/memory", "concepts/schedules")
+"""Pages of many compilations: `python -m tests.docs` and an exhaustive run look at them too."""
 
 
 def name_of(path: Path) -> str:
@@ -29,7 +32,11 @@ def name_of(path: Path) -> str:
 
 
 @texts
-@pytest.mark.parametrize("path", EVERYTHING, ids=name_of)
+@pytest.mark.parametrize(
+    "path",
+    [exhaustive(p)[0] if str(p.with_suffix("")).endswith(LONG) else p for p in EVERYTHING],
+    ids=name_of,
+)
 def test_a_page_is_what_the_code_prints_now(path: Path) -> None:
     """Every command, every piece of Python, every table of options."""
     told = f"{name_of(path)} is stale: run python -m tests.docs --write, and look at what changes"

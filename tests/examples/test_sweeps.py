@@ -137,6 +137,7 @@ def test_ranks_that_are_there_already(tmp_path: Path) -> None:
         run(*TORCHRUN, script, *words, folder=tmp_path)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_optuna_chooses_by_simulation(tmp_path: Path) -> None:
     """No ranks; a job that cannot be has its reason, and the best is the least of the others."""

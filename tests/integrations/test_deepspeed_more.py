@@ -15,11 +15,12 @@ from tests.integrations.deepspeed_cases import Net, batch, is_low, loss_fn, loss
 from tests.integrations.deepspeed_more_cases import MORE, STEPS
 from tests.integrations.deepspeed_reference import MORE_FILE, own_optimizer
 from tests.parity.harness import Pools
+from tests.tiers import exhaustive
 
 REFERENCE: dict[str, Any] = json.loads(MORE_FILE.read_text())
 EAGER = {"lower_regions": {"backend": "eager"}}
-CHUNK = 25
-"""Cases that a pool trains in one job."""
+PARTS = 16
+"""Jobs in which a pool trains all cases; neighbours are alike, and go to different ones."""
 
 
 def losses_of(name: str, door: str) -> list[float] | str:
@@ -63,10 +64,10 @@ def test_the_reference_is_whole() -> None:
     assert len(RUN) >= 120
 
 
-@pytest.mark.parametrize("start", range(0, len(RUN), CHUNK))
-@pytest.mark.parametrize("door", ["step", pytest.param("engine", marks=pytest.mark.exhaustive)])
-def test_losses_are_deepspeeds(ranks: Pools, door: str, start: int) -> None:
-    names = RUN[start : start + CHUNK]
+@pytest.mark.parametrize("part", [0, *exhaustive(*range(1, PARTS))])
+@pytest.mark.parametrize("door", ["step", *exhaustive("engine")])
+def test_losses_are_deepspeeds(ranks: Pools, door: str, part: int) -> None:
+    names = RUN[part::PARTS]
     wrong = []
     for rank, found in enumerate(ranks(2).run(all_losses, names, door)):
         for name, losses in zip(names, found, strict=True):

@@ -8,6 +8,7 @@ gradients of micro-batches up, and averages them over ranks, in bf16, where fxze
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tests.integrations.deepspeed_cases import (
     loss_of_step,
 )
 from tests.integrations.deepspeed_reference import FILE
+from tests.tiers import exhaustive
 
 REFERENCE = json.loads(FILE.read_text())
 EAGER = {"lower_regions": {"backend": "eager"}}
@@ -124,10 +126,17 @@ def test_alone(name: str, door: str) -> None:
     compare(name, train(name, door, 0, 1), 0)
 
 
-@pytest.mark.parametrize("door", ["step", "engine"])
-def test_two_ranks(ranks: Any, door: str) -> None:
+PARTS = 5
+"""Of the cases of two ranks: in each are stages, offload or accumulation, clipping or scaling, and
+bf16."""
+EVERY_RUN = [("step", 0), ("engine", 4)]
+AT_TIMES = [case for case in product(("step", "engine"), range(PARTS)) if case not in EVERY_RUN]
+
+
+@pytest.mark.parametrize(("door", "part"), [*EVERY_RUN, *exhaustive(*AT_TIMES)])
+def test_two_ranks(ranks: Any, door: str, part: int) -> None:
     """Stages, offload, accumulation, clipping, bf16."""
-    names = of_ranks(2)
+    names = of_ranks(2)[part::PARTS]
     for rank, found in enumerate(ranks(2).run(train_all, names, door)):
         for name, case in zip(names, found, strict=True):
             compare(name, case, rank)

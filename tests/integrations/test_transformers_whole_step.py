@@ -22,12 +22,13 @@ from tests.integrations.trainer_runs import (
     train_on_two,
 )
 from tests.parity.harness import Pools
+from tests.tiers import exhaustive
 
 WHOLE: dict[str, Any] = {"whole_step": True, "options": {**CHEAP, "strict": True}}
 """strict: an error, and no loop, where a step is not one graph."""
 
 
-@pytest.mark.parametrize("zero", [0, pytest.param(2, marks=pytest.mark.exhaustive), 3])
+@pytest.mark.parametrize("zero", [3, *exhaustive(0, 2)])
 def test_a_causal_language_model_trains_as_under_ddp(
     ranks: Pools, tmp_path: Path, zero: int
 ) -> None:
@@ -38,7 +39,8 @@ def test_a_causal_language_model_trains_as_under_ddp(
     assert found.whole_steps == 20
 
 
-@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("zero", [1, 3])
 def test_in_float64_only_the_order_of_sums_differs(ranks: Pools, tmp_path: Path, zero: int) -> None:
     """A loss of one's own, and no clipping: the norm is logged all the same."""
     args = {"max_steps": 5, "eval_steps": 5, "max_grad_norm": 0.0}
@@ -58,6 +60,7 @@ def test_other_models_train_as_under_ddp(
     )
 
 
+@pytest.mark.exhaustive
 def test_an_epoch_may_end_with_fewer_micro_batches(ranks: Pools, tmp_path: Path) -> None:
     """Of 27 rows each of 2 ranks has 5 batches an epoch: two updates of two, and one of one."""
     args = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 3}
@@ -85,6 +88,7 @@ def test_what_is_offloaded_needs_micro_batches_that_are_alike(tmp_path: Path) ->
         train(run, str(tmp_path))
 
 
+@pytest.mark.exhaustive
 def test_going_on_half_way_is_as_if_nothing_had_happened(ranks: Pools, tmp_path: Path) -> None:
     """With dropout; and the loop goes on from what whole steps have saved."""
     saving = {"save_strategy": "steps", "save_steps": 10}
@@ -94,6 +98,7 @@ def test_going_on_half_way_is_as_if_nothing_had_happened(ranks: Pools, tmp_path:
     assert_same(train_on_two(ranks, tmp_path / "again", again), whole, 1e-6, since=10)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("label_smoothing", [0.1])
 def test_labels_are_smoothed_in_the_graph(
     ranks: Pools, tmp_path: Path, label_smoothing: float
@@ -102,6 +107,7 @@ def test_labels_are_smoothed_in_the_graph(
     train_as_ddp(ranks, tmp_path, Run("gpt2", args=args), 3, 1e-5, **WHOLE)
 
 
+@pytest.mark.exhaustive
 def test_bf16_is_as_in_the_loop(ranks: Pools, tmp_path: Path) -> None:
     args = {"bf16": True, "max_steps": 3, "eval_strategy": "no"}
     loop = train_on_two(ranks, tmp_path / "loop", Run("llama", zero=3, args=args))
