@@ -119,6 +119,7 @@ def test_every_parameter_is_in_a_stage(build: Callable[[], Any], num_ranks: int)
     assert bool(shared) == (held > every)
 
 
+@pytest.mark.exhaustive
 def test_t5_in_four_stages_is_even() -> None:
     """The slowest takes at most a tenth more than the mean."""
     found = report(t5).found
