@@ -47,6 +47,7 @@ def of(build: Callable[[], Any], **settings: Any) -> Estimate:
     return estimate(Target("here", build), **settings)
 
 
+@pytest.mark.exhaustive
 def test_a_trillion_parameters_on_a_thousand_ranks() -> None:
     """A shallow one of the same width: model states are 16 P/N to the byte, and every rank sends
     up to 3 P in stage 3: two gathers and a reduce, of two bytes each."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from importlib import resources
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from fxzero.inspect.zero_inside import ZeroInside
 from fxzero.pipeline.schedules import table_of
 from tests.inspect.test_pipeline import unet
 from tests.stepping import chain_of
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, in_two_tiers
 
 
 def call(command: str, *arguments: str) -> Result:
@@ -77,7 +78,7 @@ def test_what_is_written_is_a_mesh() -> None:
         assert mesh.is_pipeline == text.startswith("pipeline")
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive(None)])
 def test_states_are_shared_by_the_inner_axis(dtype: torch.dtype | None) -> None:
     """P parameters over the four ranks of a copy, not over all eight."""
     p, n = 3 * 64 * 64, 4
@@ -155,8 +156,9 @@ def piped(build: Callable[[], Any], mesh: str = PIPELINE, **settings: Any) -> Pi
     return stage
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize(
+    ("zero", "dtype"), in_two_tiers([*product(range(4), [None, torch.bfloat16])])
+)
 def test_states_of_all_stages_are_the_models(zero: int, dtype: torch.dtype | None) -> None:
     """On the ranks of a stage, summed up along the pipeline: what a flat group of as many has."""
     settings: dict[str, Any] = {"zero": zero, "param_dtype": dtype, "world_size": 2}
