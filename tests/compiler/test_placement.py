@@ -24,6 +24,7 @@ from fxzero.settings import Auto
 from tests.parity.harness import Pools
 from tests.parity.test_offload import Training, same
 from tests.stepping import EAGER, chain_of, compiled_step
+from tests.tiers import exhaustive
 
 AUTO: dict[str, Any] = {**EAGER, "memory": "auto", "offload_activations": {"min_bytes": 1}}
 BUILD = chain_of(8, 128, 128)
@@ -249,7 +250,7 @@ def trains_alike(budget: str, **settings: Any) -> bool:
     return same(plain, Training("gpt", "adamw", 3, options, **settings).run())
 
 
-@pytest.mark.parametrize("budget", ["200KiB", "120KiB"])
+@pytest.mark.parametrize("budget", ["200KiB", *exhaustive("120KiB")])
 def test_numbers_are_those_without(ranks: Pools, budget: str) -> None:
     """Bit by bit, on two ranks, which decide alike."""
     rest: dict[str, Any] = {"clip_grad_norm": 0.1, "micro_batches": 2}

@@ -9,6 +9,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fxzero.inspect import Capture, capture
 from fxzero.sharding.shard import model_state
 from tests.parity.harness import Pools
 from tests.stepping import compiled_step
+from tests.tiers import exhaustive, in_two_tiers
 from tests.tracing import chain, scheduled
 
 DEPTH, WIDTH = 4, 64
@@ -110,8 +112,9 @@ def replayed(path: Path, data: Data | None = None, **settings: Any) -> Capture:
     return captured({**SMALL, "plan": str(path)}, **settings)
 
 
-@pytest.mark.parametrize("step", [False, True], ids=["loop", "step"])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("zero", "step"), in_two_tiers([*product([0, 1, 2, 3], [False, True])], always=[(3, True)])
+)
 def test_a_plan_replays_to_the_letter(tmp_path: Path, zero: int, step: bool) -> None:
     """Node by node, whatever the settings by which it would be decided now."""
     path = tmp_path / "plan.json"
@@ -180,7 +183,7 @@ def test_a_plan_of_too_few_micro_steps(tmp_path: Path) -> None:
         replayed(path, data, **LONG)
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("clip", [0.5, *exhaustive(None)])
 def test_the_plan_of_a_step_is_of_the_users_own(tmp_path: Path, clip: float | None) -> None:
     """What inspect compiles is what `compile_step` makes of the same model, layer for layer."""
     path = tmp_path / "plan.json"
@@ -224,7 +227,7 @@ def test_a_setting_beside_a_plan_is_said_to_have_no_effect(tmp_path: Path) -> No
         captured({**SMALL, "plan": str(path), "prefetch": {"distance": 3}})
 
 
-@pytest.mark.parametrize("memory", ["states_host", "all_host", "l2l"])
+@pytest.mark.parametrize("memory", ["all_host", "l2l", *exhaustive("states_host")])
 def test_a_plan_with_something_on_the_host_replays(tmp_path: Path, memory: str) -> None:
     """What the name of a preset fills in is no news either."""
     path = tmp_path / "plan.json"
@@ -424,7 +427,7 @@ def test_files_that_are_no_plan(tmp_path: Path, content: str | None, message: st
 def test_the_command_writes_it(tmp_path: Path) -> None:
     """And refuses a folder that is not there before it compiles anything."""
     path = tmp_path / "plan.json"
-    target = ["inspect", "examples.models:gpt_nano"]
+    target = ["inspect", "tests.compiler.test_plan:two_ranks"]
     result = CliRunner().invoke(app, [*target, "--plan", str(path)])
     assert result.exit_code == 0, result.output
     assert only_graph(json.loads(path.read_text()))["prefetch"]["order"]

@@ -38,6 +38,7 @@ def test_one_product_is_a_line_too() -> None:
     assert Line.through([Product(1e6, 100.0)], 0.0) == Line(pytest.approx(1e10), 0.0)
 
 
+@pytest.mark.exhaustive
 def test_figures_say_what_products_take() -> None:
     """The analytic model of measured figures, against the same product timed here: within a factor
     that a busy machine leaves."""

@@ -11,11 +11,12 @@ from fxzero import ConfigError
 from fxzero.inspect import Analysis, Capture, capture
 from fxzero.inspect.targets import load
 from fxzero.schedule.simulate import simulate, simulate_memory
+from tests.tiers import exhaustive
 
-SETTINGS: list[dict[str, Any]] = [
+SETTINGS: list[Any] = [
     {},
     {"step": True},
-    {"step": True, "micro_batches": 8},
+    *exhaustive({"step": True, "micro_batches": 8}),
     {"step": True, "options": {"memory": "all_host"}},
 ]
 

@@ -22,6 +22,8 @@ from fxzero.compiler.dump_folder import HEAD, VARIABLE, rank_folder
 from fxzero.inspect import Analysis, capture
 from fxzero.inspect.dump import profiles, programs, read
 from fxzero.inspect.trace import profile_of, trace_of
+from tests.parity.harness import Pools
+from tests.tiers import exhaustive
 
 ROOT = Path(__file__).parents[2]
 EAGER: dict[str, Any] = {"lower_regions": {"backend": "eager"}}
@@ -152,8 +154,15 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_of_two_ranks(tmp_path: Path) -> None:
-    """Each has its own folder; they end as they would without a dump."""
+def test_of_two_ranks(ranks: Pools, tmp_path: Path) -> None:
+    """Each has its own folder."""
+    ranks(2).run(train, str(tmp_path / "d"))
+    check_of_two_ranks(tmp_path / "d")
+
+
+@pytest.mark.exhaustive
+def test_of_two_ranks_of_torchrun(tmp_path: Path) -> None:
+    """They end as they would without a dump."""
     (tmp_path / "train.py").write_text(RANKS)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), VARIABLE: str(tmp_path / "d")}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -165,7 +174,12 @@ def test_of_two_ranks(tmp_path: Path) -> None:
         timeout=240,
     )
     assert ran.returncode == 0, ran.stderr
-    ranks = read(str(tmp_path / "d"))
+    check_of_two_ranks(tmp_path / "d")
+
+
+def check_of_two_ranks(folder: Path) -> None:
+    """Whole steps of stage 3 were measured on both."""
+    ranks = read(str(folder))
     assert list(ranks) == [0, 1]
     for rank, analysis in ranks.items():
         assert (analysis.rank, analysis.world_size, analysis.zero) == (rank, 2, 3)
@@ -209,7 +223,7 @@ def test_the_loop_has_two_parts(tmp_path: Path) -> None:
     assert len(profiles(str(tmp_path / "loop"))) == 2
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [False, *exhaustive(True)])
 def test_the_schedule_runs_by_itself(tmp_path: Path, whole: bool) -> None:
     """As a program, for ranks that are not there."""
     options = {**EAGER, "dump": str(tmp_path / "of_eight")}

@@ -31,6 +31,7 @@ from fxzero.inspect.formulas import deepspeed_rows, paper_bytes
 from fxzero.inspect.targets import Target, load
 from tests.parity.harness import Pools
 from tests.stepping import chain_of
+from tests.tiers import exhaustive
 
 LIMIT = 0.05
 """How far off an estimated peak may be."""
@@ -46,6 +47,7 @@ def of(build: Callable[[], Any], **settings: Any) -> Estimate:
     return estimate(Target("here", build), **settings)
 
 
+@pytest.mark.exhaustive
 def test_a_trillion_parameters_on_a_thousand_ranks() -> None:
     """A shallow one of the same width: model states are 16 P/N to the byte, and every rank sends
     up to 3 P in stage 3: two gathers and a reduce, of two bytes each."""
@@ -206,7 +208,8 @@ def measured_bytes(name: str, zero: int) -> int:
 
 def off(name: str, zero: int, reason: str, strict: bool = True) -> Any:
     """A case whose peak is further off than it should be."""
-    return pytest.param(name, zero, marks=pytest.mark.xfail(strict=strict, reason=reason))
+    marks = (pytest.mark.exhaustive, pytest.mark.xfail(strict=strict, reason=reason))
+    return pytest.param(name, zero, marks=marks)
 
 
 UNFUSED = "regions are not compiled: one copy of the logits that Inductor writes over is counted"
@@ -214,11 +217,11 @@ LIBRARY = "9 % too low: perhaps what oneDNN allocates for layouts of its own"
 BUCKETS = "12 % too high, by as much as a bucket; exact in one process"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "zero"),
     [
-        *(("gpt", 0), ("gpt", 3), ("wide", 3)),
+        ("wide", 3),
+        *exhaustive(("gpt", 0), ("gpt", 3)),
         *(off("llama", zero, UNFUSED) for zero in (0, 3)),
         *(off("convolutions", zero, LIBRARY) for zero in (0, 3)),
         off("wide", 0, BUCKETS, strict=False),  # a busy gloo keeps a bucket for as much longer

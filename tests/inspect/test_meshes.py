@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from importlib import resources
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fxzero.inspect.zero_inside import ZeroInside
 from fxzero.pipeline.schedules import table_of
 from tests.inspect.test_pipeline import unet
 from tests.stepping import chain_of
+from tests.tiers import exhaustive, in_two_tiers
 
 
 def call(command: str, *arguments: str) -> Result:
@@ -76,7 +78,7 @@ def test_what_is_written_is_a_mesh() -> None:
         assert mesh.is_pipeline == text.startswith("pipeline")
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive(None)])
 def test_states_are_shared_by_the_inner_axis(dtype: torch.dtype | None) -> None:
     """P parameters over the four ranks of a copy, not over all eight."""
     p, n = 3 * 64 * 64, 4
@@ -91,8 +93,9 @@ def test_states_are_shared_by_the_inner_axis(dtype: torch.dtype | None) -> None:
     assert {z: s.model_state_bytes for z, s in stages.items()} == sums
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize(("r", "s"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("r", "s", "micro_batches"), [(2, 4, 2), *exhaustive((2, 4, 1), (4, 2, 1), (4, 2, 2))]
+)
 def test_gradients_travel_over_both_axes(r: int, s: int, micro_batches: int) -> None:
     """Gathers and reduce-scatters of all bytes inside, an all-reduce of a part across: at stage 1
     once a step, at stage 2 of each micro-batch. At stage 0 both axes replicate."""
@@ -118,7 +121,11 @@ def test_gradients_travel_over_both_axes(r: int, s: int, micro_batches: int) -> 
 def test_one_replica_is_the_flat_group() -> None:
     """To the last figure, at every stage."""
     found = of(
-        lambda: gpt_bench(num_layers=2), "replicate=1,shard=8", world_size=8, micro_batches=2
+        chain_of(2, 64, 8),
+        "replicate=1,shard=8",
+        world_size=8,
+        micro_batches=2,
+        cluster="laptop",
     )
     assert found.meshes["replicate=1,shard=8"].stages == found.stages
     assert found.meshes["replicate=1,shard=8"].batches == 8
@@ -149,8 +156,9 @@ def piped(build: Callable[[], Any], mesh: str = PIPELINE, **settings: Any) -> Pi
     return stage
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize(
+    ("zero", "dtype"), in_two_tiers([*product(range(4), [None, torch.bfloat16])])
+)
 def test_states_of_all_stages_are_the_models(zero: int, dtype: torch.dtype | None) -> None:
     """On the ranks of a stage, summed up along the pipeline: what a flat group of as many has."""
     settings: dict[str, Any] = {"zero": zero, "param_dtype": dtype, "world_size": 2}
@@ -185,7 +193,9 @@ def test_messages_between_stages() -> None:
     assert alone.message_bytes == alone.traffic_bytes == 4 * (4 + 2) * row
 
 
-@pytest.mark.parametrize("mesh", ["pipeline=4,shard=2", "pipeline=4,replicate=2,shard=2"])
+@pytest.mark.parametrize(
+    "mesh", ["pipeline=4,replicate=2,shard=2", *exhaustive("pipeline=4,shard=2")]
+)
 def test_what_a_stage_moves_inside(mesh: str) -> None:
     """At ZeRO-2 a gather a step and a reduce of every micro-batch, of the stage's parameters: the
     same for each of these stages, which have two layers."""
@@ -220,10 +230,9 @@ def test_a_pipelines_rates() -> None:
 def test_the_step_ends_with_the_update() -> None:
     """The replay, and then the update of the slowest rank, for whose norm all are waited for;
     without clipping each begins when it has ended."""
-    build = lambda: gpt_bench(num_layers=4)  # noqa: E731
-    step = micro_step_of(build, micro_batches=4, world_size=2, zero=3, options=ON_H100)
+    step = micro_step_of(unet, micro_batches=4, world_size=2, zero=3, options=ON_H100)
     report = as_pipeline(step, table_of("1f1b", 4, 4))
-    clipped, free = (piped(build, clip_grad_norm=norm) for norm in (1.0, None))
+    clipped, free = (piped(unet, clip_grad_norm=norm) for norm in (1.0, None))
     assert min(report.update_us) > 0
     assert clipped.step_ms == pytest.approx((report.step_us + max(report.update_us)) / 1e3)
     assert free.step_ms < clipped.step_ms
@@ -293,7 +302,7 @@ def test_a_model_that_cannot_be_cut() -> None:
         piped(chain_of(1, 8), "pipeline=64,shard=1", world_size=64)
 
 
-TARGET = ("examples.models:gpt_nano", "--cluster", "dgx_h100", "--micro-batches", "4")
+TARGET = ("tests.inspect.test_meshes:wide", "--cluster", "dgx_h100", "--micro-batches", "4")
 
 
 def test_the_command_and_its_json() -> None:
@@ -336,7 +345,7 @@ def test_what_fits_on_a_mesh_fits(tmp_path: Path) -> None:
 
 def wide() -> Any:
     """Layers whose states are most of what is held."""
-    return chain_of(8, 256)()
+    return chain_of(4, 256)()
 
 
 @pytest.mark.parametrize(
@@ -360,13 +369,13 @@ def test_wrong_use(command: str, arguments: str, words: str) -> None:
 
 def test_inspect_reads_the_same_notation() -> None:
     """Of a pipeline its short form's; of replicas the graph that they run."""
-    nano = ("examples.models:gpt_nano", "--cluster", "dgx_h100", "--json")
+    chain = ("tests.inspect.test_meshes:wide", "--cluster", "dgx_h100", "--json")
     step = ("--step", "--micro-batches", "4")
     short, long = (
-        json.loads(call("inspect", *nano, *step, "--mesh", mesh).output)["pipeline"]
+        json.loads(call("inspect", *chain, *step, "--mesh", mesh).output)["pipeline"]
         for mesh in ("4x2", PIPELINE)
     )
     assert short == long
-    data = json.loads(call("inspect", *nano, "--mesh", "replicate=2,shard=4").output)
+    data = json.loads(call("inspect", *chain, "--mesh", "replicate=2,shard=4").output)
     reduces = {(t["operator"], t["num_ranks"]) for t in data["transfers"] if t["lane"] == "reduce"}
     assert reduces == {("reduce_scatter", 4), ("all_reduce", 2)}

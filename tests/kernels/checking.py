@@ -20,12 +20,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.tiers import exhaustive
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SIZES = [1, 31, 127, 1000, 4097]
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-each_size = pytest.mark.parametrize("size", SIZES)
+each_size = pytest.mark.parametrize("size", [1, 31, 4097, *exhaustive(127, 1000)])
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:

@@ -31,6 +31,7 @@ from fxzero.kernels.attention import (
     flash_attention_reference,
 )
 from tests.kernels.checking import DEVICE, DTYPES, check_close, double, each_dtype, random
+from tests.tiers import exhaustive, in_two_tiers
 
 CASES = [
     # q_len, kv_len, head_dim, heads, kv_heads, causal
@@ -53,7 +54,10 @@ LONG = [
 """In dtypes of their own: Triton's interpreter takes long for them."""
 each_case_in_each_dtype = pytest.mark.parametrize(
     ("q_len", "kv_len", "head_dim", "heads", "kv_heads", "causal", "dtype"),
-    [*((*case, dtype) for dtype in DTYPES for case in CASES), *LONG],
+    in_two_tiers(
+        [*((*case, dtype) for dtype in DTYPES for case in CASES), *LONG],
+        always=[(*case, torch.float32) for case in CASES],
+    ),
 )
 OUT, GRADIENTS = 2, 4  # how often values are rounded to the kernel's dtype on their way
 
@@ -216,7 +220,7 @@ def test_heads_of_a_group_and_batches_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("q_len", "kv_len"), [(127, 127), (31, 127), (127, 31)])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(31, 127), *exhaustive((127, 127), (127, 31))])
 def test_agrees_with_torch(q_len: int, kv_len: int, causal: bool) -> None:
     """Both may be off by one bound, in opposite directions."""
     q, k, v = (t.requires_grad_() for t in inputs(q_len, kv_len, 16, heads=2, kv_heads=1))
@@ -321,7 +325,7 @@ def test_gradcheck(causal: bool, dropout_p: float, monkeypatch: pytest.MonkeyPat
     )
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dropout_p", [0.3, *exhaustive(0.0)])
 def test_opcheck(dropout_p: float) -> None:
     q, k, v = inputs(5, 7, 8)
     seed = torch.tensor(3, device=DEVICE) if dropout_p else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from fxzero.kernels.chunked_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
 )
-from tests.kernels.checking import DEVICE, check_close, double, each_dtype, random
+from tests.kernels.checking import DEVICE, DTYPES, check_close, double, random
+from tests.tiers import in_two_tiers
 
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -46,8 +48,7 @@ def arguments(
     return leaves, target
 
 
-@each_dtype
-@pytest.mark.parametrize("classes", [31, 1000, 4097])
+@pytest.mark.parametrize(("dtype", "classes"), in_two_tiers([*product(DTYPES, [31, 1000, 4097])]))
 def test_against_float64(dtype: torch.dtype, classes: int) -> None:
     rows = 150 if classes < 4097 else 70  # three chunks or two, the last one short
     leaves, target = arguments(rows, 16, classes, dtype)

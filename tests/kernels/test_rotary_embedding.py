@@ -7,6 +7,7 @@ is linear in cos and sin, so each product is the map with the other table at zer
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -14,7 +15,16 @@ from torch import Tensor
 
 from fxzero.errors import KernelError
 from fxzero.kernels.rotary_embedding import rotary, rotary_reference
-from tests.kernels.checking import DEVICE, check_close, double, each_dtype, each_size, random
+from tests.kernels.checking import (
+    DEVICE,
+    DTYPES,
+    check_close,
+    double,
+    each_dtype,
+    each_size,
+    random,
+)
+from tests.tiers import in_two_tiers
 
 each_pairing = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 each_width = pytest.mark.parametrize("full", [True, False], ids=["full width", "half width"])
@@ -65,19 +75,20 @@ def test_sequences(interleaved: bool, dtype: torch.dtype, size: int) -> None:
     check_rotary(x, *tables(size, 4, dtype=dtype), interleaved=interleaved)
 
 
-@each_pairing
-@each_width
-@each_dtype
-@pytest.mark.parametrize("head_dim", [2, 64, 80, 128])
+@pytest.mark.parametrize(
+    ("interleaved", "full", "dtype", "head_dim"),
+    in_two_tiers([*product([False, True], [True, False], DTYPES, [2, 64, 80, 128])]),
+)
 def test_head_dims(interleaved: bool, full: bool, dtype: torch.dtype, head_dim: int) -> None:
     x = random(2, 3, 31, head_dim, dtype=dtype, grad=True)
     width = head_dim if full else head_dim // 2
     check_rotary(x, *tables(31, width, dtype=dtype), interleaved=interleaved)
 
 
-@each_pairing
-@each_width
-@pytest.mark.parametrize("batches", [(), (1,), (3,)], ids=["no batch", "one", "each its own"])
+@pytest.mark.parametrize(
+    ("interleaved", "full", "batches"),
+    in_two_tiers([*product([False, True], [True, False], [(), (1,), (3,)])]),
+)
 def test_tables(interleaved: bool, full: bool, batches: tuple[int, ...]) -> None:
     x = random(3, 2, 5, 8, grad=True)
     shape = (*batches, 5, 8 if full else 4)

@@ -11,6 +11,7 @@ from fxzero.compiler.compilation import Compilation
 from fxzero.compiler.pipelines import loop_passes
 from fxzero.graph import Role, StepGraph
 from fxzero.runtime.random import dropout_mask
+from tests.tiers import exhaustive
 from tests.tracing import find, observed
 
 
@@ -46,7 +47,7 @@ def lowered(model: nn.Module, x: Tensor) -> tuple[Tensor, list[StepGraph]]:
     return result, [side for compilation in kept for side in compilation.sides]
 
 
-@pytest.mark.parametrize("rate", [0.25, 0.9])
+@pytest.mark.parametrize("rate", [0.25, *exhaustive(0.9)])
 def test_the_same_bits(rate: float) -> None:
     """Masks, products and the generator's state afterwards; sums of gradients to rounding."""
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ from fxzero.graph import Phase, Role
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.step_graph import StepGraph
 from tests.passes.pipelined import scheduled
+from tests.tiers import exhaustive
 
 
 def shared(graph: StepGraph) -> list[str]:
@@ -24,7 +25,7 @@ def shared(graph: StepGraph) -> list[str]:
         (3, ["loss", "tied.0", "norm_of_stages"]),
     ],
 )
-@pytest.mark.parametrize(("zero", "shards"), [(0, 1), (3, 2)])
+@pytest.mark.parametrize(("zero", "shards"), [(3, 2), *exhaustive((0, 1))])
 def test_in_one_order(place: int, wanted: list[str], zero: int, shards: int) -> None:
     graph = scheduled(place, clip=1.0, zero=zero, shards=shards)
     assert shared(graph) == wanted

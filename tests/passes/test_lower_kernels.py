@@ -24,6 +24,7 @@ from fxzero.schedule.simulate import simulate_memory
 from fxzero.schedule.storage import Kind
 from tests.pairwise import pairwise
 from tests.schedule.test_memory import allocated_peak_bytes
+from tests.tiers import exhaustive
 from tests.tracing import observed
 
 EAGER = {"lower_regions": {"backend": "eager"}}
@@ -82,7 +83,7 @@ def check_equal(found: Outcome, loss: Tensor, grads: dict[str, Tensor], limit: f
         assert error <= limit * float(grad.abs().max()), name
 
 
-@pytest.fixture(params=[False, True], ids=["whole", "decomposed"])
+@pytest.fixture(params=[*exhaustive(False), True], ids=["whole", "decomposed"])
 def decomposed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Graphs as regions of torch's own operators have them, and as Inductor's have them."""
     if request.param:
@@ -325,7 +326,7 @@ NEARLY: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", NEARLY)
+@pytest.mark.parametrize("name", [*[*NEARLY][::2], *exhaustive(*[*NEARLY][1::2])])
 def test_what_broadcasts_is_left_alone_or_right(name: str) -> None:
     """Dims that happen to be equal lead to no other meaning, and no kernel's refusal gets out."""
     function, shapes = NEARLY[name]
@@ -335,7 +336,7 @@ def test_what_broadcasts_is_left_alone_or_right(name: str) -> None:
     check_equal(compiled_step(model, x, force="all"), loss, grads, 1e-12)
 
 
-@pytest.mark.parametrize("shape", [(13,), (10, 13), (1, 13)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 13), *exhaustive(((13,),), ((10, 13),))], ids=str)
 def test_a_bias_that_is_none(shape: tuple[int, ...], decomposed: bool) -> None:
     """addmm takes biases that a linear layer does not."""
 
@@ -398,7 +399,9 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, **self.settings).square().sum()
 
 
-@pytest.mark.parametrize("settings", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"is_causal": True}, *exhaustive({}, {"scale": 0.3})], ids=str
+)
 def test_attention_and_rotary(settings: dict[str, Any], decomposed: bool) -> None:
     torch.manual_seed(0)
     model = Attention(**settings).double()

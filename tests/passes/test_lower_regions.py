@@ -170,6 +170,7 @@ def test_equal_layers_are_compiled_once() -> None:
     assert six["compiled"] == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_random_numbers_are_those_of_an_eager_run() -> None:
     """Dropout stays out of regions, so that a seed means the same thing with and without them."""

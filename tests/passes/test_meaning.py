@@ -22,6 +22,7 @@ from fxzero.compiler.run import run_passes
 from fxzero.graph import StepGraph
 from fxzero.passes import Bucket, Context, Fact, Pass, Prefetch
 from tests import simulated_ranks, tracing
+from tests.tiers import exhaustive
 from tests.tracing import up_to
 
 WIDTH = 5
@@ -121,7 +122,7 @@ few = settings(
 @few
 @given(program=programs, zero=st.sampled_from([0, 1, 3, 3]), distance=st.integers(0, 3))
 @pytest.mark.parametrize("passes", [tracing.OUTLINED, tracing.JOINT], ids=["outline", "operators"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, *exhaustive(4)])
 def test_every_pass_keeps_the_meaning(
     world_size: int, passes: Sequence[Pass], program: Any, zero: int, distance: int
 ) -> None:

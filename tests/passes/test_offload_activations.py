@@ -49,6 +49,7 @@ from tests.passes.pipelined import scheduled
 from tests.passes.test_join_copies import Layers
 from tests.passes.test_offload_states import ONE_PROCESS, downloads, uploads
 from tests.stepping import EAGER, chain_of, compiled_step, step_graph
+from tests.tiers import exhaustive
 from tests.tracing import find, of_role
 
 VALUES: dict[str, Any] = {"offload_activations": {"share": 1.0, "min_bytes": 1}}
@@ -362,7 +363,7 @@ def test_beside_state_on_the_host_values_have_bytes_of_their_own() -> None:
     assert used[-1][1] <= num_bytes(staging)
 
 
-@pytest.mark.parametrize("memory", ["none", "all_host"])
+@pytest.mark.parametrize("memory", ["all_host", *exhaustive("none")])
 def test_they_go_as_far_as_the_host_has_room(memory: str) -> None:
     """What is bounded is all that is held there."""
     options = {**VALUES, "memory": memory, "host_budget": "1TB"}

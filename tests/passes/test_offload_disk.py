@@ -156,7 +156,7 @@ def test_a_budget_moves_no_more_than_it_must() -> None:
     least = decision_of(6, **ALONE)
     assert (len(every.updates), len(least.updates)) == (0, 6)
     seen = set()
-    step = (every.host_bytes - least.host_bytes) // 10
+    step = (every.host_bytes - least.host_bytes) // 5
     for budget in range(least.host_bytes, every.host_bytes + 1, step):
         found = decision_of(**budgeted(budget))
         assert found.host_bytes <= budget

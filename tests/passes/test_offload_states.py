@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from fxzero.runtime import copies, updates
 from fxzero.runtime.ahead import Launch, Take
 from fxzero.transfer import PCIE_DOWN, PCIE_UP, Pool
 from tests.stepping import EAGER, chain_of, compiled_step
+from tests.tiers import in_two_tiers
 from tests.tracing import of_role, params_of
 
 HOST: dict[str, Any] = {**EAGER, "memory": "states_host"}
@@ -119,11 +121,12 @@ def test_a_gradient_goes_down_and_is_what_the_host_updates_by(settings: dict[str
     assert nodes_in(join_of(graph).args[0]) == of_role(graph, Role.UPDATE)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("options", [HOST, TOGETHER], ids=["a bucket a layer", "one bucket"])
+@pytest.mark.parametrize(
+    ("options", "micro_batches", "zero"),
+    in_two_tiers([*product([HOST, TOGETHER], [1, 4], [0, 1, 2, 3])]),
+)
 def test_one_upload_and_one_download_for_each_update(
-    zero: int, micro_batches: int, options: dict[str, Any]
+    options: dict[str, Any], micro_batches: int, zero: int
 ) -> None:
     """However many micro-batches read a parameter, and add to its gradient."""
     graph = offloaded(options=options, zero=zero, micro_batches=micro_batches)

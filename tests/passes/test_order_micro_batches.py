@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from fxzero.passes.base import Fact
 from fxzero.pipeline.tables import TABLES
 from fxzero.transfer import TransferKind
 from tests.passes.pipelined import scheduled
+from tests.tiers import in_two_tiers
 
 
 def order_of(graph: StepGraph) -> list[Segment]:
@@ -27,8 +29,9 @@ def order_of(graph: StepGraph) -> list[Segment]:
     return found
 
 
-@pytest.mark.parametrize("place", [0, 1, 3])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize(
+    ("schedule", "place"), in_two_tiers([*product(["gpipe", "1f1b", "zb_h1"], [0, 1, 3])])
+)
 def test_the_order_of_the_schedule(schedule: str, place: int) -> None:
     graph = scheduled(place, schedule=schedule)
     row = TABLES[schedule](4, 6).ranks[place]
@@ -76,6 +79,7 @@ def test_gradients_are_added_up_as_they_come(tmp_path: Path) -> None:
     assert [stamp_of(node).micro_step for node in sums] == [0, 1]
 
 
+@pytest.mark.exhaustive
 def test_what_is_repeated_is_part_of_the_half_that_reads_it() -> None:
     graph = scheduled(0, schedule="zb_h1", zero=3, shards=2, lowering="inductor")
     repeated = [

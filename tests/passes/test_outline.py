@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from fxzero.passes.outline import split_at_buckets
 from fxzero.regions.cutout import cut_out, move_parts_together, runs
 from fxzero.schedule.inventory import Inventory
 from fxzero.schedule.problem import problem_of
+from tests.tiers import in_two_tiers
 from tests.tracing import JOINT, OUTLINED, Build, chain, of, run, texts, trace, up_to, words
 
 
@@ -202,8 +204,7 @@ _TOWERS: dict[int, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize(("name", "zero"), in_two_tiers([*product(MODELS, [0, 2, 3])]))
 def test_pieces_return_what_owns_its_memory(name: str, zero: int) -> None:
     """So that nobody outside has to look into a piece to know whose memory a value is."""
     graph = outlined(MODELS[name], zero=zero)
@@ -290,9 +291,10 @@ def _is_part(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize(
+    ("name", "zero", "param_dtype"),
+    in_two_tiers([*product(MODELS, [0, 3], [None, torch.bfloat16])]),
+)
 def test_the_regions_are_those_of_operators(
     name: str, zero: int, param_dtype: torch.dtype | None
 ) -> None:

@@ -26,6 +26,7 @@ from fxzero.schedule.inventory import Inventory
 from fxzero.schedule.simulate import simulate, simulate_memory
 from fxzero.transfer import TransferKind
 from tests.parity.harness import Pools
+from tests.tiers import exhaustive
 from tests.tracing import Build, of, run, trace, up_to
 
 WIDTH = 8
@@ -194,7 +195,7 @@ def train(name: str, zero: int, door: str, backend: str) -> tuple[list[Tensor], 
 
 
 @pytest.mark.parametrize("world", [2])
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", *exhaustive("inductor")])
 @pytest.mark.parametrize("door", ["loop", "step"])
 @pytest.mark.parametrize(("name", "zero"), [("gathered", 3), ("summed", 1), ("coalesced", 3)])
 def test_training_is_eager_training(

@@ -26,6 +26,7 @@ from fxzero.schedule.problem import problem_of
 from fxzero.schedule.simulate import simulate_memory
 from tests.passes import pipelined
 from tests.stepping import chain_of, step_graph
+from tests.tiers import exhaustive
 from tests.tracing import chain, run, trace, up_to
 
 DEPTH, WIDTH = 5, 16
@@ -138,7 +139,7 @@ def test_one_gather_for_all_micro_steps(micro_batches: int) -> None:
         assert find_loop(graph).kept
 
 
-@pytest.mark.parametrize("micro_batches", [2, 8])
+@pytest.mark.parametrize("micro_batches", [2, *exhaustive(8)])
 def test_a_budget_says_how_much_is_kept(micro_batches: int) -> None:
     """The ends first: the last layer from forward to backward, the first one that backward reads
     from a micro-step to the next."""

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -29,6 +31,7 @@ from tests import simulated_ranks
 from tests.passes.test_bucket import blocks
 from tests.passes.test_lower_transfers import odd
 from tests.stepping import chain_of, step_graph
+from tests.tiers import in_two_tiers
 from tests.tracing import Build, chain, find, of_role, scheduled, texts, words
 
 FACTS = {"stamped", "gathered", "cut", "lowered"}
@@ -73,8 +76,10 @@ reduce_layers_0: (f32[1, 8]) = exchange([t_14], 8, 0, [True])  # backward reduce
     )
 
 
-@pytest.mark.parametrize("build", [odd, blocks, chain(4), chain(5, relu=False)])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "build"),
+    in_two_tiers([*product([2, 4], [odd, blocks, chain(4), chain(5, relu=False)])]),
+)
 def test_the_meaning_stays(world_size: int, build: Build) -> None:
     """On all ranks in lockstep, in real places, each of which is NaN from where it is left."""
     graphs = [
@@ -93,9 +98,9 @@ def test_the_meaning_stays(world_size: int, build: Build) -> None:
             assert a is b if b is None else torch.equal(a, b)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("depth", [3, 9])
+@pytest.mark.parametrize(
+    ("depth", "zero", "world_size"), in_two_tiers([*product([3, 9], [1, 2, 3], [2, 3, 8])])
+)
 def test_a_whole_step_holds_no_more(depth: int, zero: int, world_size: int) -> None:
     """What is received of gradients has its place too, and the simulated peak stays."""
     graph = step_graph(chain_of(depth, width=48), zero=zero, world_size=world_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from fxzero.schedule.inventory import through_views
 from tests import simulated_ranks, tracing
 from tests.passes.test_meaning import assert_equal, graphs_of
 from tests.stepping import compiled_step
+from tests.tiers import exhaustive, in_two_tiers
 from tests.tracing import JOINT, OUTLINED, chain, of, run, texts, trace, words
 
 _DOUBLE = {"dtype": torch.float64}
@@ -112,10 +114,14 @@ _MODELS = {
 }
 
 
-@pytest.mark.parametrize("passes", [JOINT, OUTLINED], ids=["operators", "pieces"])
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("model", _MODELS)
-def test_nothing_changes_in_meaning(model: str, world_size: int, passes: Sequence[Pass]) -> None:
+_PASSES: dict[str, Sequence[Pass]] = {"operators": JOINT, "pieces": OUTLINED}
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "passes"),
+    in_two_tiers([*product(_MODELS, (2, 3), _PASSES)], always=[("small", 2, "operators")]),
+)
+def test_nothing_changes_in_meaning(model: str, world_size: int, passes: str) -> None:
     """On whole numbers, whose sums are exact in any order, after every pass, on rows that ranks
     have unequal numbers of; results are NaN before their wait and after their release."""
     graphs = graphs_of(_MODELS[model], 3, world_size)
@@ -123,7 +129,7 @@ def test_nothing_changes_in_meaning(model: str, world_size: int, passes: Sequenc
     expected = simulated_ranks.run(graphs, inputs)
     contexts = [Context() for _ in graphs]
     facts: frozenset[Any] = frozenset()
-    for step in tiled(8 * 12 * 2, passes):
+    for step in tiled(8 * 12 * 2, _PASSES[passes]):
         for graph, context in zip(graphs, contexts, strict=True):
             run_passes([step], graph, context, given=facts)
         facts |= step.provides
@@ -336,9 +342,14 @@ def _made_for(gradient: fx.Node) -> list[fx.Node]:
     return found
 
 
-@pytest.mark.parametrize("door", ["loop", "step", "budget"])
-@pytest.mark.parametrize("passes", ["by cost", "far ahead"])
-def test_no_more_than_two_blocks_and_one_gradient(door: str, passes: str) -> None:
+@pytest.mark.parametrize(
+    ("passes", "door"),
+    [
+        *(("far ahead", "loop"), ("by cost", "step"), ("by cost", "budget")),
+        *exhaustive(("by cost", "loop"), ("far ahead", "step"), ("far ahead", "budget")),
+    ],
+)
+def test_no_more_than_two_blocks_and_one_gradient(passes: str, door: str) -> None:
     """However far ahead transfers may run, and whatever is kept for backward elsewhere."""
     build = of(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), 4, 64)
     limits = {"tile_linear": {"max_bytes": 64 * 4 * 8}, "lower_regions": {"backend": "eager"}}

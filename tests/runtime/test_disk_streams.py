@@ -454,6 +454,7 @@ training.run()
 """
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """Inside of a step; nothing is left on disk, and the bits are those of a run that goes on."""
     command = [sys.executable, "-c", KILLED, str(tmp_path)]

@@ -33,7 +33,7 @@ from tests.tiers import exhaustive
 SOON = Limits(warn=1.0, look=0.3, deadlock=1.0, stopped=2.0, probe=3.0, beat=0.2, sample=0.1)
 HERE = "test_watch.py"
 
-on_two_and_three = pytest.mark.parametrize("world", [2, 3])
+on_two_and_three = pytest.mark.parametrize("world", [2, *exhaustive(3)])
 
 
 def stepping(compiled: bool = True) -> Callable[[], None]:
@@ -237,7 +237,7 @@ def check_elsewhere(what: str) -> None:
 
 
 @on_two_and_three
-@pytest.mark.parametrize("what", ["evaluate", "print", "one more step"])
+@pytest.mark.parametrize("what", ["evaluate", "print", *exhaustive("one more step")])
 def test_ranks_that_wait_in_different_places(ranks: Pools, world: int, what: str) -> None:
     """Nobody hangs, and each rank's place is named on all of them."""
     with pytest.raises(RanksFailedError) as caught:
@@ -259,11 +259,11 @@ def test_many_groups_are_no_work(ranks: Pools) -> None:
     assert str(caught.value).count("AssertionError: as expected") == 2, caught.value
 
 
-def be_late(how: str) -> list[str]:
-    """Job: rank 1 takes much longer than any limit, twice."""
+def be_late(how: str, times: int) -> list[str]:
+    """Job: rank 1 takes much longer than any limit, once or again."""
     step = stepping()
     said = Said()
-    for _ in range(2):
+    for _ in range(times):
         if dist.get_rank() == 1:
             if how == "asleep":
                 time.sleep(5)
@@ -274,10 +274,12 @@ def be_late(how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2])
-@pytest.mark.parametrize("how", ["asleep", "holding the lock"])
-def test_a_rank_that_is_only_late(ranks: Pools, world: int, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "times"), [("asleep", 1), *exhaustive(("asleep", 2), ("holding the lock", 2))]
+)
+def test_a_rank_that_is_only_late(ranks: Pools, world: int, how: str, times: int) -> None:
     """It is waited for, and whoever waits says for whom; where, if it can tell."""
-    waiting, late = ranks(world).run(be_late, how)
+    waiting, late = ranks(world).run(be_late, how, times)
     assert not late
     assert any("rank 0 has waited for" in line and "gather.forward.0" in line for line in waiting)
     if how == "asleep":

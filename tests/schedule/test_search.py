@@ -188,6 +188,7 @@ def test_joins_free_memory_for_what_follows() -> None:
     assert best_order(TaskGraph(tuple(tasks), within(9))) is None
 
 
+@pytest.mark.exhaustive
 def test_growth() -> None:
     """Ten times the layers take about ten times as long to schedule."""
     few, many = layers(50, 5, 8), layers(500, 5, 8)

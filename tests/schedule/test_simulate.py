@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from fxzero.passes import Bucket, Context, Prefetch
 from fxzero.schedule.engine import Task, TaskGraph
 from fxzero.schedule.simulate import Program, simulate, simulate_memory
 from tests.stepping import EAGER, chain_of, compiled_step, step_graph
+from tests.tiers import in_two_tiers
 from tests.tracing import BY_LAYER, chain, of, trace, up_to
 from tests.work import calls, growth
 
@@ -129,10 +131,11 @@ def test_a_gradient_is_held_until_its_reduce_is_joined(in_flight: int) -> None:
     assert simulate_memory(graph, fuses=True).transfers_bytes == (in_flight + 1) * gradient
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_in_a_whole_step_too(zero: int, micro_batches: int, budget: int | None) -> None:
+@pytest.mark.parametrize(
+    ("budget", "micro_batches", "zero"),
+    in_two_tiers([*product(BUDGETS, [1, 2], [0, 1, 2, 3])]),
+)
+def test_in_a_whole_step_too(budget: int | None, micro_batches: int, zero: int) -> None:
     """Gradients of several micro-batches are held from the first one on at stages 0 and 1."""
     held = 4 * 64 * 64 * 4 if zero < 2 and micro_batches > 1 else 0
     options = {**EAGER, "prefetch": {"budget_bytes": budget and budget + held}}

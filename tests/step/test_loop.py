@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from torch.optim import Optimizer
 
 import fxzero
 from tests.parity.harness import Pools
-from tests.parity.sharded import FLOAT64, TIGHT, all_stages, on_two_ranks
+from tests.parity.sharded import FLOAT64, TIGHT, on_two_ranks
 from tests.parity.training import Tensors, assert_same, full_parameters, mean_over_ranks
+from tests.tiers import in_two_tiers
 
 OPTIONS = {"lower_regions": {"backend": "eager"}}
 
@@ -62,8 +64,10 @@ def train_eagerly(clip: float) -> tuple[list[Tensors], dict[str, Any]]:
 
 
 @on_two_ranks
-@all_stages
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("micro_batches", "zero"),
+    in_two_tiers([*product([1, 2], range(4))], always=[(2, 0), (2, 3)]),
+)
 def test_several_graphs_have_the_numbers_of_one(
     ranks: Pools, world: int, zero: int, micro_batches: int
 ) -> None:

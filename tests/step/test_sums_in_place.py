@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxzero
+from tests.tiers import exhaustive
 
 
 class ItsInput(torch.autograd.Function):
@@ -48,7 +49,7 @@ class Gradients(nn.Module):
         return loss + ItsInput.apply(self.seen, x[0]) + ItsInput.apply(self.seen_all, x)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", *exhaustive("inductor")])
 def test_sums(backend: str) -> None:
     """The gradients of the eager loop, and the batch as it was."""
     model, reference = Gradients().double(), Gradients().double()

@@ -9,6 +9,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 import fxzero
 from fxzero.regions import region as regions
 from fxzero.runtime import updates
+from tests.tiers import in_two_tiers
 from tests.work import calls
 
 EAGER: dict[str, Any] = {"lower_regions": {"backend": "eager"}}
@@ -111,9 +113,11 @@ def notes() -> Iterator[list[str]]:
     logging.getLogger("fxzero").removeHandler(handler)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("clip", [None, 0.5, math.inf])
-def test_bitwise(micro_batches: int, clip: float | None) -> None:
+@pytest.mark.parametrize(
+    ("clip", "micro_batches"),
+    in_two_tiers([*product([None, 0.5, math.inf], [1, 4])], always=[(0.5, 1), (None, 4)]),
+)
+def test_bitwise(clip: float | None, micro_batches: int) -> None:
     """Dropout, running statistics, tied weights, accumulation and clipping, as in the loop."""
     mine, theirs = make(), make()
     optimizer, other = fused_adamw(mine.parameters()), fused_adamw(theirs.parameters())
@@ -191,6 +195,7 @@ def test_a_batch_need_not_be_contiguous() -> None:
         )
 
 
+@pytest.mark.exhaustive
 def test_inductor_draws_the_numbers_of_an_eager_run() -> None:
     """Dropout under compiled regions."""
     mine, theirs = make(), make()
@@ -536,9 +541,10 @@ class Strided(nn.Module):
         return torch.einsum("bi,hki->bhk", x, self.mixing).square().mean() + self.offset.sum()
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("kind", [AdamW, SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize(
+    ("kind", "clip", "micro_batches"),
+    in_two_tiers([*product([AdamW, SGD, torch.optim.RMSprop], [None, 0.1], [1, 2])]),
+)
 def test_layouts_of_gradients(
     kind: Callable[..., Optimizer], clip: float | None, micro_batches: int
 ) -> None:
@@ -812,6 +818,7 @@ def test_modules_that_stay_in_fp32() -> None:
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
+@pytest.mark.exhaustive
 def test_python_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the compute taken out: what a step calls beside its kernels."""
     few, many = (calls_of_a_step(layers, monkeypatch) for layers in (2, 6))
