@@ -310,16 +310,21 @@ class Bucket(DecidingPass[Buckets]):
         return made.by_lane
 
     def question(self, graph: StepGraph, ctx: Context) -> str:
-        """Ranks bucket alike where they move the same parameters in the same order."""
+        """Ranks bucket alike where they move the same parameters in the same order, in the same
+        segments: of one micro-batch gradients travel in its first backward, of two in the second.
+        """
         moved = (
-            transfer
+            (segment, transfer)
             for segments in self._movable(graph, ctx).values()
-            for kinds in segments.values()
+            for segment, kinds in segments.items()
             for transfers in kinds.values()
             for transfer in transfers
         )
         room = "" if ctx.level is None else ctx.level.room
-        lines = (f"{t.record.kind} {t.record.full_bytes} {t.stamp.params}" for t in moved)
+        lines = (
+            f"{segment} {t.record.kind} {t.record.full_bytes} {t.stamp.params}"
+            for segment, t in moved
+        )
         return "\n".join([room, *lines])
 
     def decide(self, graph: StepGraph, ctx: Context) -> Buckets:
