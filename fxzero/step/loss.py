@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxzero._compat import pytree
+from fxzero.errors import CaptureError
 
 
 def loss_function(
@@ -69,8 +70,23 @@ def loss_of(output: Any) -> Any:
     return getattr(output, "loss", output)
 
 
+_THIN = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+"""Packages whose wrappers pass on what they wrap: a compiled step needs nothing of them."""
+
+
 def unwrapped(wrapper: Any, attribute: str, kind: type) -> Any:
-    """What a wrapper such as accelerate's, of the same kind as what it wraps, holds."""
+    """What a wrapper such as accelerate's, of the same kind as what it wraps, holds.
+
+    Raises:
+        CaptureError: a wrapper of others, whose own ``step()`` would be left out.
+    """
     while isinstance(inner := getattr(wrapper, attribute, None), kind):
+        name = type(wrapper).__qualname__
+        if type(wrapper).__module__.partition(".")[0] not in _THIN:
+            raise CaptureError(
+                f"{name} wraps {type(inner).__qualname__}, and a compiled step would run that "
+                f"one's update: what {name}.step does besides would be left out. Give the inner "
+                f"{attribute}, or use the ordinary loop, in which {name}.step is called."
+            )
         wrapper = inner
     return wrapper

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import fxzero
+from fxzero.errors import CaptureError
 from tests.parity.harness import Pools
 from tests.parity.sharded import FLOAT64, TIGHT, on_two_ranks
 from tests.parity.training import Tensors, assert_same, full_parameters, mean_over_ranks
@@ -167,10 +168,14 @@ class Wrapper(Optimizer):
         return self.optimizer.param_groups
 
 
-def test_a_wrapped_optimizer_is_unwrapped() -> None:
-    """The step updates through the inner optimizer, whose state it makes."""
+def test_a_wrapped_optimizer_is_unwrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step updates through the inner optimizer, whose state it makes, where the wrapper is of
+    a package that is known to add nothing."""
     mine = nn.Linear(4, 1).to(FLOAT64)
     inner = torch.optim.AdamW(mine.parameters(), 1e-2)
+    with pytest.raises(CaptureError, match=r"Wrapper wraps AdamW.* Wrapper\.step does besides"):
+        fxzero.compile_step(mine, Wrapper(inner), options=OPTIONS)
+    monkeypatch.setattr(Wrapper, "__module__", "accelerate.optimizer")
     step = fxzero.compile_step(
         mine, Wrapper(inner), lambda output, _: output.mean(), options=OPTIONS
     )
