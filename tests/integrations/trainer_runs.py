@@ -34,7 +34,7 @@ from tests.parity.harness import Pools
 
 CHEAP = {"lower_regions": {"backend": "eager"}}
 """Inductor is tested elsewhere."""
-_CALL = TrainStep.__call__
+CALL = TrainStep.__call__
 LOGGED = ("loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_tokens", "step")
 
 
@@ -280,7 +280,7 @@ def train(run: Run, folder: str, **more: Any) -> Ran:
     """Train, and say what came of it."""
     with as_torchrun_says():
         trainer = make_trainer(run, folder, **more)
-        with mock.patch.object(TrainStep, "__call__", autospec=True, side_effect=_CALL) as whole:
+        with mock.patch.object(TrainStep, "__call__", autospec=True, side_effect=CALL) as whole:
             trainer.train(resume_from_checkpoint=run.resume)
         return ran(trainer, folder, whole.call_count)
 

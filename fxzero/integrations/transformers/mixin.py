@@ -31,8 +31,9 @@ from fxzero.integrations.transformers import arguments
 from fxzero.integrations.transformers.checkpoints import CheckpointsMixin
 from fxzero.integrations.transformers.generation import generate_together
 from fxzero.integrations.transformers.weights import save_whole
-from fxzero.integrations.transformers.whole_step import WholeSteps
+from fxzero.integrations.transformers.whole_step import WholeSteps, unaccelerated
 from fxzero.integrations.whole import whole
+from fxzero.runtime.delayed import use_gradients
 from fxzero.sharding.leftovers import reduce_leftovers
 from fxzero.sharding.shard import model_state, no_sync
 
@@ -113,8 +114,13 @@ class FxZeroMixin(CheckpointsMixin):
             inner: nn.Module = unwrap(model, *args, **kwargs)
             return inner
 
-        accelerator.clip_grad_norm_ = clip_grad_norm
+        accelerator.clip_grad_norm_ = self._clip_of_fxzero = clip_grad_norm
         accelerator.unwrap_model = unwrap_model
+
+    @property
+    def clips_by_fxzero(self) -> bool:
+        """Whether nobody has replaced what clips gradients."""
+        return self.accelerator.clip_grad_norm_ is self._clip_of_fxzero
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Shard what ``model_init`` makes, at the start of each training."""
@@ -126,7 +132,22 @@ class FxZeroMixin(CheckpointsMixin):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """See that what is trained is what was sharded."""
         arguments.check_still_sharded(self.model, self.model_wrapped)
-        return super()._inner_training_loop(*args, **kwargs)
+        if self._whole is not None:
+            self._whole.begin()
+        found = super()._inner_training_loop(*args, **kwargs)
+        self._use_gradients()
+        return found
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Look at a model that has learned all that it has seen."""
+        self._use_gradients()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _use_gradients(self) -> None:
+        """Make the update that the last whole step has left to the next (`offload_states.delay`);
+        whoever saves does so anyway."""
+        if self._whole is not None and self.optimizer is not None:
+            use_gradients(unaccelerated(self.optimizer))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave a model where it is that is sharded, or will be: each rank moves its part."""
@@ -180,8 +201,14 @@ class FxZeroMixin(CheckpointsMixin):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Reduce gradients where DistributedDataParallel would: in the last micro-batch."""
-        if self._whole is not None and self._whole.takes_next:
-            return self._training_step_of_whole(*args, **kwargs)
+        if self._whole is None:
+            return self.train_by_loop(*args, **kwargs)
+        if self._whole.takes_next:
+            return self._whole.with_owed(self._training_step_of_whole(*args, **kwargs))
+        return self._whole.with_owed(self.train_by_loop(*args, **kwargs))
+
+    def train_by_loop(self, *args: Any, **kwargs: Any) -> Tensor:
+        """One micro-batch, as Trainer's own loop trains on it."""
         with self._reducing():
             loss: Tensor = super().training_step(*args, **kwargs)
         if self.accelerator.gradient_state.sync_gradients:
@@ -194,6 +221,8 @@ class FxZeroMixin(CheckpointsMixin):
         """What Trainer's does, but for what the graph does."""
         assert self._whole is not None
         model.train()
+        if callable(getattr(self.optimizer, "train", None)):  # of those without a schedule
+            self.optimizer.train()
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
