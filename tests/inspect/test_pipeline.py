@@ -266,9 +266,10 @@ def test_zero_inside_of_stages_takes_time_and_memory() -> None:
         found[zero] = as_pipeline(step, table_of("1f1b", 2, 4))
         step_us[zero] = found[zero].step_us
         inside = ZeroInside.of(step.capture, step.costs)
+        states = {0: 4.0, 1: 2 + 3 / 2, 2: 1 + 4 / 2, 3: 4 / 2}[zero]
+        assert inside.states == states * (2 if zero else 1)
         for place, stage in enumerate(found[zero].found.stages):
             full = 4 * stage.num_parameters
-            states = {0: 4.0, 1: 2 + 3 / 2, 2: 1 + 4 / 2, 3: 4 / 2}[zero]
             on_way = 2 * min(inside.bucket_bytes, full) if zero >= 2 else 0
             on_way += min(3 * inside.bucket_bytes, full) if zero == 3 else 0
             kinds = found[zero].bytes_by_kind[place]
