@@ -196,6 +196,30 @@ def optimize_an_old_list(zero: int) -> None:
     assert_same(full_parameters(model), full_parameters(reference), TIGHT)
 
 
+@on_two_ranks
+@sharded_stages
+def test_an_optimizer_from_before_shard_has_the_parameters_of_today(
+    ranks: Pools, world: int, zero: int
+) -> None:
+    """Those themselves, not what stands for them: who asks whether a parameter is an optimizer's,
+    or looks up its state, compares objects."""
+    ranks(world).run(compare_objects, zero)
+
+
+def compare_objects(zero: int) -> None:
+    """Job: by ``is``, in the groups and in the state."""
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    fxzero.shard(model, zero=zero)
+    (group,) = optimizer.param_groups
+    assert len(group["params"]) == len(list(model.parameters()))
+    for of_group, parameter in zip(group["params"], model.parameters(), strict=True):
+        assert of_group is parameter
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert all(optimizer.state[parameter] for parameter in model.parameters())
+
+
 class Tagged(nn.Parameter):
     """A parameter of a class of its own."""
 

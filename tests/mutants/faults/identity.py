@@ -84,7 +84,8 @@ FAULTS = (
         "fxzero/sharding/identity.py",
         "[replaced_by.get(id(p), p) for p in group",
         "[p for p in group",
-        "tests/parity/test_habits.py::test_habit[optimizer made before shard-2]",
+        "tests/parity/test_identity.py::"
+        "test_an_optimizer_from_before_shard_has_the_parameters_of_today[1-2]",
     ),
     Fault(
         "a parameter without gradient gets zeros, and decays",
