@@ -87,7 +87,14 @@ def numbers() -> Tensor:
         (lambda: Talks(nn.GRU), numbers),
         (lambda: Talks(nn.RNN), numbers),
         (gpt2, tokens),
-        (mixtral, tokens),
+        pytest.param(
+            mixtral,
+            tokens,
+            marks=pytest.mark.skipif(
+                transformers.__version__ < "5",
+                reason="before transformers 5 it loops over the experts that its tokens chose",
+            ),
+        ),
     ],
     ids=["talks", "lstm", "gru", "rnn", "gpt2", "mixtral"],
 )
