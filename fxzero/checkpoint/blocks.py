@@ -1,6 +1,6 @@
 """Reading a file of a checkpoint by blocks, each of which is checked before anybody sees it.
 
-blocks  │ 0 │ 1 │ 2 │ 3 │        read and hashed by two threads, a few ahead of who reads
+blocks  │ 0 │ 1 │ 2 │ 3 │        read one after another and hashed beside, a few ahead of who reads
 reader       ──────►             a tensor's bytes are copied out of those that are checked
 """
 
@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import io
 import os
+import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -68,6 +69,8 @@ class CheckedFile(_Readable):
         self.record = record
         self._pool = pool
         self._blocks: OrderedDict[int, Future[memoryview]] = OrderedDict()
+        self._reads = threading.Lock()
+        """Held by who reads: a disk gives two threads in turn less than it gives one."""
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -120,7 +123,8 @@ class CheckedFile(_Readable):
         begin = number * BLOCK_BYTES
         data = memoryview(buffer)[: min(BLOCK_BYTES, self.record.bytes - begin)]
         try:
-            count = os.preadv(self._file, [data], begin)
+            with self._reads:
+                count = os.preadv(self._file, [data], begin)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
         if count != len(data) or hashlib.sha256(data).hexdigest() != self.record.blocks[number]:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.tensor import DTensor
 
 from fxzero._compat import dtensor_like
-from fxzero.checkpoint import by_name
+from fxzero.checkpoint import by_name, large_pages
 from fxzero.checkpoint.coverage import fault_of_chunks
 from fxzero.checkpoint.foreign import prefix_of_model, prefix_of_optimizer
 from fxzero.checkpoint.manifest import VALUES
@@ -126,7 +126,7 @@ class Found:
             if fault:
                 raise NotWholeError(f"{self.path}: {name} is not whole: {fault}")
             dtype = about.properties.dtype
-            self.copies[name] = torch.empty(local_part(template).shape, dtype=dtype)
+            self.copies[name] = large_pages.empty(local_part(template).shape, dtype)
         # Each rank reads for itself, and what it meets is compared once: `dcp.load` would gather
         # every rank's plan at rank 0 first.
         planner = IntoCopies(self.copies)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxzero.checkpoint import by_name
+from fxzero.checkpoint import by_name, large_pages
 from fxzero.checkpoint.staging import local_part
 from fxzero.checkpoint.state import TrainState
 
@@ -38,9 +38,7 @@ class Before:
         parts = {name: local_part(tensor) for name, tensor in self._tensors().items()}
         num_bytes = sum(part.nbytes for part in parts.values())
         if 2 * num_bytes * ranks_here < _available_bytes():
-            self._copies = {
-                name: part.detach().to("cpu", copy=True) for name, part in parts.items()
-            }
+            self._copies = {name: _copy_of(part) for name, part in parts.items()}
         self._extra = {
             name: copy.deepcopy(value)
             for name, value in by_name.model_state(state.model).items()
@@ -87,6 +85,10 @@ class Before:
             for name, own in by_name.optimizer_state(model, optimizer)["state"].items():
                 found.update({f"optimizer.{name}.{key}": value for key, value in own.items()})
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _copy_of(part: Tensor) -> Tensor:
+    return large_pages.empty(part.shape, part.dtype).copy_(part.detach())
 
 
 def _available_bytes() -> float:

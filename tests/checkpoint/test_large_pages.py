@@ -1,0 +1,75 @@
+"""Memory in large pages: a tensor like every other."""
+
+from __future__ import annotations
+
+import copy
+import io
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxzero.checkpoint import large_pages
+
+LARGE = (3, 1 << 20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [LARGE, (2, 3), (), (0, 4)])
+def test_it_is_what_torch_makes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """It holds what is written, is contiguous, and lives as long as somebody has it."""
+    tensor = large_pages.empty(shape, dtype)
+    assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (torch.Size(shape), dtype, True)
+    wanted = torch.randint(0, 2, shape).to(dtype)
+    tensor.copy_(wanted)
+    row = tensor[-1:] if shape else tensor
+    del tensor
+    assert torch.equal(row, wanted[-1:] if shape else wanted)
+
+
+def test_each_has_a_storage_of_its_own() -> None:
+    """So that one of them that is saved, or copied, is saved alone."""
+    first, second = (large_pages.empty(LARGE, torch.float32).fill_(i) for i in range(2))
+    assert first.untyped_storage().nbytes() == first.nbytes
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+    file = io.BytesIO()
+    torch.save(first, file)
+    assert file.tell() < 1.01 * first.nbytes
+    assert torch.equal(copy.deepcopy(second), second)
+
+
+def test_a_system_without_them_gives_the_usual_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel refuses, or Python does not know of them."""
+    asked = []
+
+    class Refuses(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            asked.append(True)
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Refuses)
+    assert large_pages.empty(LARGE, torch.float32).fill_(1).sum() == 3 << 20
+    assert asked == [True]
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    assert large_pages.empty(LARGE, torch.float32).fill_(1).sum() == 3 << 20
+    assert asked == [True]
+
+
+@pytest.mark.skipif(
+    "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    if Path("/sys/kernel/mm/transparent_hugepage/enabled").exists()
+    else True,
+    reason="this system gives no large pages",
+)
+def test_the_system_gives_large_pages() -> None:
+    """As it says of this process's memory."""
+
+    def large_kib() -> int:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        (line,) = (line for line in lines if line.startswith("AnonHugePages:"))
+        return int(line.split()[1])
+
+    before = large_kib()
+    tensor = large_pages.empty((16 << 20,), torch.float32).fill_(1)
+    assert large_kib() - before >= 60 << 10, tensor.shape
