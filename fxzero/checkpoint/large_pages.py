@@ -1,7 +1,7 @@
 """Memory of the host that is first touched in large pages, where the system has them.
 
-A page of 4 KiB that is touched for the first time costs as much as a copy of what it will hold, and
-everything that is loaded arrives in memory of its own: a third of what loading takes.
+A page of 4 KiB that is touched for the first time costs more than a copy of what it will hold, and
+everything that is loaded arrives in memory of its own.
 """
 
 from __future__ import annotations

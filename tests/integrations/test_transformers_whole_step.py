@@ -257,7 +257,7 @@ def test_updates_that_are_delayed_are_made_before_somebody_looks(tmp_path: Path)
     training."""
     args = {"max_steps": 4, "eval_steps": 2, "ddp_backend": None}
     run = Run("llama", zero=0, args=args, plugin=WHOLE)
-    with mock.patch("fxzero.integrations.transformers.mixin.use_gradients") as uses:
+    with mock.patch("fxzero.integrations.transformers.whole_step.use_gradients") as uses:
         train(run, str(tmp_path))
     assert uses.call_count == 3
     (optimizer,) = {call.args[0] for call in uses.call_args_list}

@@ -31,9 +31,8 @@ from fxzero.integrations.transformers import arguments
 from fxzero.integrations.transformers.checkpoints import CheckpointsMixin
 from fxzero.integrations.transformers.generation import generate_together
 from fxzero.integrations.transformers.weights import save_whole
-from fxzero.integrations.transformers.whole_step import WholeSteps, unaccelerated
+from fxzero.integrations.transformers.whole_step import WholeSteps
 from fxzero.integrations.whole import whole
-from fxzero.runtime.delayed import use_gradients
 from fxzero.sharding.leftovers import reduce_leftovers
 from fxzero.sharding.shard import model_state, no_sync
 
@@ -144,10 +143,9 @@ class FxZeroMixin(CheckpointsMixin):
         return super().evaluation_loop(*args, **kwargs)
 
     def _use_gradients(self) -> None:
-        """Make the update that the last whole step has left to the next (`offload_states.delay`);
-        whoever saves does so anyway."""
-        if self._whole is not None and self.optimizer is not None:
-            use_gradients(unaccelerated(self.optimizer))
+        """Make the update that a whole step may have left; whoever saves does so anyway."""
+        if self._whole is not None:
+            self._whole.use_gradients()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave a model where it is that is sharded, or will be: each rank moves its part."""

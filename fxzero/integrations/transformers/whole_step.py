@@ -24,13 +24,16 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
+from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback
 
 from fxzero._compat import pytree
 from fxzero._compat.optimizers import is_scheduler_counter, mark_stepped
 from fxzero.compiler.config import Config
 from fxzero.errors import ConfigError
+from fxzero.runtime.delayed import use_gradients
 from fxzero.sharding.precision import Precision
+from fxzero.step.loss import unwrapped
 from fxzero.step.train_step import StepOutput, TrainStep
 
 log = logging.getLogger("fxzero")
@@ -75,7 +78,7 @@ class WholeSteps:
         self.last = None
         if self._waiting:  # a callback has ended the epoch before their update was due
             self._micro_batches = 0
-            self._owed = self._train_by_loop(syncs=False)
+            self._owed = self._train_by_loop()
         self._micro_batches = len(batches)
         why = self._why_apart(batches) if self._may_differ else ""
         if why:
@@ -121,7 +124,7 @@ class WholeSteps:
             return torch.zeros((), device=self._trainer.args.device)
         if not self._trainer.accelerator.gradient_state.sync_gradients:
             self._tell("an epoch ends before an update is due", len(self._waiting))
-            return self._train_by_loop(syncs=False)
+            return self._train_by_loop()
         waiting, self._waiting = [batch for batch, _ in self._waiting], []
         if isinstance(count, int):
             # A number would be part of the graph.
@@ -135,12 +138,13 @@ class WholeSteps:
         owed, self._owed = self._owed, None
         return loss if owed is None else loss + owed
 
-    def _train_by_loop(self, *, syncs: bool) -> Tensor:
-        """Train on the micro-batches that wait, one after another: the sum of their losses."""
+    def _train_by_loop(self) -> Tensor:
+        """Train on the micro-batches that wait, one after another, and leave their gradients to the
+        next update: the sum of their losses."""
         waiting, self._waiting = self._waiting, []
         gradients = self._trainer.accelerator.gradient_state
         before = gradients.sync_gradients
-        gradients._set_sync_gradients(syncs)
+        gradients._set_sync_gradients(False)
         try:
             losses = [
                 self._trainer.train_by_loop(self._trainer.model, batch, count)
@@ -152,7 +156,7 @@ class WholeSteps:
 
     def _step(self, micro_batches: int) -> TrainStep:
         trainer = self._trainer
-        optimizer = unaccelerated(trainer.optimizer)
+        optimizer = unwrapped(trainer.optimizer, "optimizer", Optimizer)
         if optimizer is not self._optimizer:  # train() was called again
             self._optimizer, self._steps = optimizer, {}
         self._stand_aside(trainer.optimizer)
@@ -178,6 +182,11 @@ class WholeSteps:
                 )
             self._steps[micro_batches, limit] = made
         return self._steps[micro_batches, limit]
+
+    def use_gradients(self) -> None:
+        """Make the update that the last step has left to the next (`offload_states.delay`)."""
+        if self._optimizer is not None:
+            use_gradients(self._optimizer)
 
     def _stand_aside(self, accelerated: AcceleratedOptimizer) -> None:
         """Let Trainer's ``optimizer.step()`` do nothing where a graph has made the update: an
@@ -222,9 +231,8 @@ class WholeSteps:
         trainer = self._trainer
         _refuse_own_methods(trainer)
         _refuse_callbacks_between(trainer.callback_handler.callbacks)
-        steps = [
-            vars(one).get("step") for one in (trainer.optimizer, unaccelerated(trainer.optimizer))
-        ]
+        inner = unwrapped(trainer.optimizer, "optimizer", Optimizer)
+        steps = [vars(optimizer).get("step") for optimizer in (trainer.optimizer, inner)]
         known = (None, self._own_step)
         patched = {
             "accelerator.backward": "backward" in vars(trainer.accelerator)
@@ -320,11 +328,6 @@ def _refuse_own_methods(trainer: Any) -> None:
                 f"{owners[0].__qualname__}.{method} would not run. Put what it does into "
                 "compute_loss, or leave out whole_step."
             )
-
-
-def unaccelerated(optimizer: Any) -> Any:
-    """What accelerate has wrapped."""
-    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def _refuse_callbacks_between(callbacks: Sequence[TrainerCallback]) -> None:
