@@ -166,7 +166,9 @@ class Recompute(DecidingPass[Repetitions]):
                 by_hand = [_blocks(found, base), range(len(found.values))]
                 # What is cheap and crosses a fence is kept. Where regions are compiled it is
                 # repeated: it is fused into what reads it, and takes little.
-                ctx.level.levels = levels(found.values, base, by_hand, crosses=ctx.fuses)
+                ctx.level.levels = levels(
+                    found.values, base, by_hand, crosses=ctx.fuses, reads=found.reads
+                )
             at = ctx.level.levels.at(ctx.level.number, ctx.level.spare_bytes)
             repeated = set(at.repeated)
             if not (ctx.level.number or lists or at.in_parts) and base <= repeated:

@@ -4,9 +4,10 @@ Passes give up speed for memory in two ways (`fxzero.passes.base.Level`): recomp
 from level to level, and transfers take less room. For a room the first level that fits is looked
 for, from what the last tries came to. The usual room comes first. More of it is tried where
 compute waits for transfers, less where something is repeated or nothing fits; of what fits the
-fastest is taken, by simulation. Before it is said that nothing fits, every level behind the steps
-of the others was tried. What the step that was found leaves of the bound is spent on keeping some
-of what it repeats.
+fastest is taken, by simulation. Where a try is cheap, a short list of choices that does not depend
+on the bound comes first (`fxzero.schedule.rungs`), so that less memory is never faster. Before it
+is said that nothing fits, every level behind the steps of the others was tried. What the level that
+was found leaves of the bound is spent on keeping some of what it repeats.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Generic, TypeVar
 
 from fxzero.passes.base import KEPT_SHARE, Room
 from fxzero.schedule.repetition_levels import Levels
+from fxzero.schedule.rungs import Rung
 from fxzero.schedule.simulate import Memory
 from fxzero.schedule.storage import Kind
 
@@ -28,6 +30,10 @@ WORTH = 0.01
 left of it to be spent."""
 UNSURE = 0.1
 """Of a step's time: by how much more may be foretold than is simulated."""
+FEWEST = 300
+"""Values of a forward: as few are scheduled in some tenths of a second, and every rung is tried."""
+FAR_OFF = 0.05
+"""Of a step's time: how much a rung may be better than was foretold."""
 FEW = 1000
 """Values of a forward: as few are scheduled so fast that more is tried."""
 STEEPER = 16
@@ -122,7 +128,7 @@ class Search(Generic[T]):
             found = self._first(there, levels(), at_once=best is not None)
             best = _faster(best, found)
         known = levels()
-        if known is None or (best is not None and best.level == 0):
+        if known is None or (best is not None and (best.level == 0 or self._is_rung(best, known))):
             return best
         fitting = [] if best is None else [best]
         fitting += self._by_hand(best, top, known)
@@ -247,12 +253,16 @@ class Search(Generic[T]):
     def _first(
         self, top: Trial[T], levels: Levels | None, *, at_once: bool = False
     ) -> Trial[T] | None:
-        """The first level that fits in a room.
+        """The fastest rung that fits in a room, or the first level that does.
 
         Args:
             top: its level 0.
             at_once: whether to give up where a level far down does not fit.
         """
+        if levels is not None and len(levels.values) <= FEWEST:
+            found = self._on_rungs(top, levels)
+            if found is not None:
+                return found
         if self._fits(top):
             return top
         if levels is None or len(levels) < 2:
@@ -263,6 +273,26 @@ class Search(Generic[T]):
         else:
             end = self._end(top, levels)
         return None if end is None else self._between(top, end, levels)
+
+    @staticmethod
+    def _is_rung(trial: Trial[T], levels: Levels) -> bool:
+        """Whether a trial is the best of all rungs: nothing is left to spend."""
+        if len(levels.values) > FEWEST:
+            return False
+        return Rung(trial.level, trial.spare_bytes) in levels.rungs
+
+    def _on_rungs(self, top: Trial[T], levels: Levels) -> Trial[T] | None:
+        """The fastest of a room's level 0 and of all rungs there that fits; None if none does. What
+        is foretold to take longer by far than something that fits is not tried."""
+        at_top = levels.closure_at(0)
+        best, best_us = top if self._fits(top) else None, at_top.us + at_top.keep_us
+        for rung in levels.rungs:
+            if best is not None and rung.us - best_us > FAR_OFF * best.step_us:
+                break
+            trial = self.take(rung.level, top.room, rung.spare_bytes)
+            if self._fits(trial) and (best is None or trial.step_us < best.step_us):
+                best, best_us = trial, rung.us
+        return best
 
     def _end(self, top: Trial[T], levels: Levels) -> Trial[T] | None:
         """A level that fits, far down: where the least is kept, but for the last segment, or with

@@ -230,6 +230,10 @@ class AnalyticCosts:
         """See `CostModel`."""
         return self.compute_us([node])
 
+    def stream_us(self, num_bytes: int) -> float:
+        """See `CostModel`."""
+        return self.work_us(Work((), num_bytes, 0))
+
     def work_us(self, work: Work) -> float:
         """Microseconds that some work takes."""
         device = self.cluster.device

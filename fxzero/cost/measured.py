@@ -149,6 +149,10 @@ class MeasuredCosts:
         """See `CostModel`: by the analytic model."""
         return self.base.operator_us(node)
 
+    def stream_us(self, num_bytes: int) -> float:
+        """See `CostModel`: by the analytic model."""
+        return self.base.stream_us(num_bytes)
+
     def update_us(self, update: fx.Node) -> float:
         """See `CostModel`: by the analytic model."""
         return self.base.update_us(update)

@@ -45,6 +45,10 @@ class CostModel(Protocol):
         """Microseconds of one operator by itself: never measured, as there are thousands."""
         ...
 
+    def stream_us(self, num_bytes: int) -> float:
+        """Microseconds in which so many bytes are read from the device's memory, or written."""
+        ...
+
     def update_us(self, update: fx.Node) -> float:
         """Microseconds of an update that runs on the host."""
         ...
@@ -74,6 +78,10 @@ class FixedCosts:
     def operator_us(self, node: fx.Node) -> float:
         """See `CostModel`."""
         return self.compute_us([node])
+
+    def stream_us(self, num_bytes: int) -> float:
+        """See `CostModel`: a run's time is its bytes' too."""
+        return 0.0
 
     def update_us(self, update: fx.Node) -> float:
         """See `CostModel`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from fxzero.graph.same_on_ranks import Along, Alongs, can_be_cut, same_on_ranks
 from fxzero.graph.stamps import stamp_of
 from fxzero.schedule.parts import part_record
 from fxzero.schedule.repetition import Value
+from fxzero.schedule.rungs import Read
 
 LEAST_DRAWN_BYTES = 1 << 16
 """Less is saved rather than drawn again: a generator's state is some kilobytes."""
@@ -40,6 +41,8 @@ class ForwardValues:
     values: tuple[Value, ...]
     along: Mapping[fx.Node, Along]
     """By value that can be kept in parts, the ranks over which it pays most."""
+    reads: tuple[Read, ...]
+    """When backward reads each."""
 
 
 def asked_to_repeat(node: fx.Node) -> bool:
@@ -136,9 +139,53 @@ def forward_values(
                 may_keep=not (looks or several or asked_to_repeat(node)),
                 part_bytes=part_bytes,
                 part_us=part_us,
+                keep_us=0.0 if whole or not fuses else _keep_us(node, costs),
+                repeat_bytes=0 if looks or several else _repeat_bytes(node, fuses),
             )
         )
-    return ForwardValues(tuple(nodes), tuple(values), along)
+    return ForwardValues(tuple(nodes), tuple(values), along, _backward_reads(graph, nodes))
+
+
+def _backward_reads(graph: StepGraph, nodes: Sequence[fx.Node]) -> tuple[Read, ...]:
+    """When backward reads each of some nodes, by the places of its readers in the graph."""
+    place = {node: i for i, node in enumerate(graph.nodes(phase=Phase.BACKWARD))}
+    found = []
+    for node in nodes:
+        places = [place[user] for user in node.users if user in place]
+        found.append(Read(min(places), max(places)) if places else Read())
+    return tuple(found)
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """What reads a node or looks at it, but for the looks."""
+    for user in node.users:
+        if user.op != "output" and is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _keep_us(node: fx.Node, costs: CostModel) -> float:
+    """What keeping a node takes where it would be fused into its readers: reading it, and writing
+    it unless forward does that anyway."""
+    if not fuses_into_readers(node):
+        return 0.0
+    streamed_us = costs.stream_us(num_bytes(node))
+    in_forward = [
+        user
+        for user in _readers(node)
+        if user.op != "output" and stamp_of(user).phase is Phase.FORWARD
+    ]
+    return streamed_us * (1 + all(map(fuses_into_readers, in_forward)))
+
+
+def _repeat_bytes(node: fx.Node, fuses: bool) -> int:
+    """What a node holds once it is repeated: nothing where everything that reads it is fused with
+    it."""
+    is_fused = fuses and fuses_into_readers(node)
+    if is_fused and all(u.op != "output" and fuses_into_readers(u) for u in _readers(node)):
+        return 0
+    return num_bytes(node)
 
 
 def _is_drawn_again(node: fx.Node) -> bool:

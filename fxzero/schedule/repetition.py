@@ -45,6 +45,10 @@ class Value:
     """What keeping this rank's part of it takes."""
     part_us: float | None = None
     """What gathering its parts again takes; None if no other rank has it."""
+    keep_us: float = 0.0
+    """What keeping it takes: writing and reading what would be fused into its readers."""
+    repeat_bytes: int = 0
+    """What it holds once it is repeated; 0 if it is fused into its readers then."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,9 @@ class Closure:
     """Of what is kept."""
     kept_bytes: int
     us: float
+    """What repeating takes."""
+    keep_us: float = 0.0
+    """What keeping takes."""
 
     @property
     def ways(self) -> dict[int, bool]:
@@ -96,6 +103,7 @@ def closure(
         frozenset(parts),
         sum(values[i].part_bytes if i in parts else values[i].num_bytes for i in kept),
         math.fsum([*(values[i].us for i in repeated), *(values[i].part_us or 0 for i in parts)]),
+        math.fsum(values[i].keep_us for i in kept if i not in parts),
     )
 
 

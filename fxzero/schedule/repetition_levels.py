@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from fxzero.schedule.repetition import Closure, Value, closure, fastest_within, pareto, rate
+from fxzero.schedule.rungs import Read, Rung, rungs
 from fxzero.schedule.spare import keep_again
 
 FINEST = 1 / 64
@@ -76,10 +77,18 @@ class Levels:
     """What is repeated at every level but those by hand, whatever it crosses."""
     num_by_hand: int = 0
     """How many levels at the end are choices by hand."""
+    reads: Sequence[Read] = ()
+    """By value, when backward reads it; nothing if that is not known."""
     _closures: dict[tuple[int, int], Closure] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.steps) + 1 + len(self.longer)
+
+    @functools.cached_property
+    def rungs(self) -> tuple[Rung, ...]:
+        """A short list of levels and of what may be kept again there, the fastest first; nothing
+        if it is not known when backward reads."""
+        return rungs(self, self.reads) if self.reads else ()
 
     @property
     def main(self) -> int:
@@ -144,6 +153,7 @@ def levels(
     by_hand: Iterable[Collection[int]] = (),
     *,
     crosses: bool = False,
+    reads: Sequence[Read] = (),
 ) -> Levels:
     """All levels of a forward, cheapest steps first.
 
@@ -151,11 +161,14 @@ def levels(
         base: what is repeated at level 0 where it does not cross a fence: it costs next to nothing.
         by_hand: what is repeated at the last levels, one for each.
         crosses: whether the base is repeated where it crosses a fence too, but for choices by hand.
+        reads: by value, when backward reads it, for `Levels.rungs`.
     """
     splits = splits_of(values)
     best = min(splits, key=lambda split: split.held_bytes)
     fences, crossing = best.fences, best.crossing
-    found = Levels(values, frozenset(base), fences, always=frozenset(base if crosses else ()))
+    found = Levels(
+        values, frozenset(base), fences, always=frozenset(base if crosses else ()), reads=reads
+    )
     apart_bytes = max(FINEST * sum(value.num_bytes for value in values), 1)
     for number, (begin, end) in enumerate(_between(len(values), fences)):
         own = _segment(values, begin, end, crossing)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -26,7 +26,10 @@ from examples.benchmarks.measure import allocated_peak_bytes
 from examples.models import gpt_bench
 from fxzero.compiler import fitting
 from fxzero.compiler.compilation import Compilation, observers
+from fxzero.compiler.fitting import Fitting
+from fxzero.compiler.level_search import Search, Trial
 from fxzero.errors import ConfigError
+from fxzero.passes.base import Room
 from fxzero.runtime.random import DrawAgain
 from fxzero.schedule.agreement import agree
 from fxzero.schedule.simulate import Memory, simulate, simulate_memory
@@ -531,6 +534,87 @@ def test_by_hand_no_compiled_step_holds_less(name: str) -> None:
     assert times == sorted(times)
     for one, budget in zip((by_policy, *found), (by_policy.peak_bytes, *budgets), strict=True):
         assert_same(one.values, free.values, rtol=0)
+        assert one.measured_bytes <= budget + SLACK
+
+
+class _StopError(Exception):
+    """Everything was found out that was wanted."""
+
+
+def found_by_simulation(
+    name: str, monkeypatch: pytest.MonkeyPatch, *, regions: str, count: int
+) -> list[tuple[int, int, float]]:
+    """What a whole step is fitted to, by what is known before anything is compiled.
+
+    Returns:
+        Budgets, from one in which everything fits to the least; peaks and times.
+    """
+    found = []
+
+    def run(self: Fitting) -> int:
+        self._begin()
+        self._take_what_is_decided(self._questions()[0])
+        known: dict[tuple[int, Room, int], Trial[Any]] = {}
+
+        def attempt(level: int, room: Room, spare_bytes: int) -> Trial[Any]:
+            key = level, room, spare_bytes
+            if key not in known:
+                known[key] = self._attempt(*key)
+            return known[key]
+
+        def search(budget: int) -> Search[Any]:
+            return Search(attempt, budget, self._rooms())
+
+        nothing = search(1)
+        assert nothing.run(lambda: self.levels) is None
+        least, top = nothing.least.peak_bytes, attempt(0, Room.USUAL, 0).peak_bytes
+        for i in reversed(range(count)):
+            budget = least + (int(1.05 * top) - least) * i // (count - 1)
+            trial = search(budget).run(lambda: self.levels)
+            assert trial is not None
+            found.append((budget, trial.peak_bytes, trial.step_us))
+        raise _StopError
+
+    monkeypatch.setattr(Fitting, "run", run)
+    with pytest.raises(Exception, match="_StopError") as caught:
+        train(name, "step", "100GiB", regions=regions)
+    assert "_StopError" in repr(caught.value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "regions"),
+    [
+        ("unet", "eager"),
+        *exhaustive(
+            ("unet", "inductor"),
+            *product([*(m for m in MODELS if m != "unet"), *KINDS], ["eager", "inductor"]),
+        ),
+    ],
+)
+def test_as_the_budget_falls_the_time_does_not(
+    name: str, regions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Simulated, over 24 budgets."""
+    found = found_by_simulation(name, monkeypatch, regions=regions, count=24)
+    assert all(peak <= budget for budget, peak, _ in found)
+    times = [us for *_, us in found]
+    assert times == sorted(times)
+    assert times[0] < 0.99 * times[-1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [*MODELS, *KINDS])
+def test_compiled_over_twelve_budgets(name: str) -> None:
+    """From what is kept without one to the least: the peak is within, the time does not fall."""
+    free = train(name, "step", "none", regions="inductor")
+    least = least_budget(name, "step", regions="inductor")
+    budgets = [least + (free.peak_bytes - least) * i // 11 for i in reversed(range(12))]
+    found = [train(name, "step", budget, regions="inductor") for budget in budgets]
+    times = [one.step_us for one in found]
+    assert times == sorted(times)
+    assert times[0] <= free.step_us
+    for one, budget in zip(found, budgets, strict=True):
         assert one.measured_bytes <= budget + SLACK
 
 
