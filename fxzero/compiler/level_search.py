@@ -32,7 +32,7 @@ UNSURE = 0.1
 """Of a step's time: by how much more may be foretold than is simulated."""
 FEWEST = 300
 """Values of a forward: as few are scheduled in some tenths of a second, and every rung is tried."""
-FAR_OFF = 0.05
+FAR_OFF = 0.1
 """Of a step's time: how much a rung may be better than was foretold."""
 FEW = 1000
 """Values of a forward: as few are scheduled so fast that more is tried."""
@@ -283,12 +283,14 @@ class Search(Generic[T]):
 
     def _on_rungs(self, top: Trial[T], levels: Levels) -> Trial[T] | None:
         """The fastest of a room's level 0 and of all rungs there that fits; None if none does. What
-        is foretold to take longer by far than something that fits is not tried."""
+        is foretold to take longer by far than something that fits is not tried, unless somebody
+        could choose it by hand: blocks that repeat alike may fuse better than anything says."""
         at_top = levels.closure_at(0)
         best, best_us = top if self._fits(top) else None, at_top.us + at_top.keep_us
         for rung in levels.rungs:
-            if best is not None and rung.us - best_us > FAR_OFF * best.step_us:
-                break
+            far = best is not None and rung.us - best_us > FAR_OFF * best.step_us
+            if far and rung.level < levels.by_hand:
+                continue
             trial = self.take(rung.level, top.room, rung.spare_bytes)
             if self._fits(trial) and (best is None or trial.step_us < best.step_us):
                 best, best_us = trial, rung.us

@@ -23,12 +23,10 @@ from fxzero.schedule.repetition import Closure, Value
 if TYPE_CHECKING:
     from fxzero.schedule.repetition_levels import Levels
 
-MOST = 24
-"""Most rungs by one measure."""
+MOST = 16
+"""Most rungs by one measure, beside the levels."""
 AMOUNTS = 16
 """How many amounts to spare are looked at for a level."""
-DEEP = 10
-"""Most of them that are levels at which the least is kept."""
 LOOKED_AT = 48
 """Most levels that are looked at."""
 
@@ -57,9 +55,8 @@ class Rung:
 
 
 def rungs(levels: Levels, reads: Sequence[Read]) -> tuple[Rung, ...]:
-    """The fastest choice for each of `MOST` equal ranges of what backward holds, and of what is
-    kept when it begins; what holds least, and choices by hand, which know of blocks; the fastest
-    first.
+    """All levels as they are, and the fastest choice for each of `MOST` equal ranges of what
+    backward holds, and of what is kept when it begins; the fastest first.
 
     Args:
         reads: by value, when backward reads it.
@@ -72,10 +69,8 @@ def rungs(levels: Levels, reads: Sequence[Read]) -> tuple[Rung, ...]:
             us = closure.us + closure.keep_us
             found[key] = Rung(level, spare_bytes, held, closure.kept_bytes, us)
     every = list(found.values())
-    deep = range(levels.main, levels.by_hand)
-    ends = {*deep[:: -(-len(deep) // DEEP) or 1], *range(levels.by_hand, len(levels))}
     chosen = {
-        *(rung for rung in every if rung.level in ends and not rung.spare_bytes),
+        *(rung for rung in every if not rung.spare_bytes),
         *_fastest(every, lambda rung: rung.held_bytes),
         *_fastest(every, lambda rung: rung.kept_bytes),
     }

@@ -287,14 +287,18 @@ def test_only_what_others_have_decided() -> None:
 
 
 def search_on_rungs(
-    rungs: dict[int, tuple[int, float, float]], budget: int, top: tuple[int, float]
+    rungs: dict[int, tuple[int, float, float]],
+    budget: int,
+    top: tuple[int, float],
+    num_by_hand: int = 0,
 ) -> tuple[Trial[None] | None, set[tuple[int, int]]]:
     """What is found among rungs, by level: their peak, and what they take by foretelling and by
     simulation; and what was tried."""
     ladder = tuple(
         sorted((Rung(k, 0, us=us) for k, (_, us, _) in rungs.items()), key=lambda rung: rung.us)
     )
-    curve = Curve([1000 - k for k in range(len(rungs) + 1)], values=range(FEWEST), rungs=ladder)
+    kept = [1000 - k for k in range(len(rungs) + 1)]
+    curve = Curve(kept, num_by_hand, num_by_hand, values=range(FEWEST), rungs=ladder)
     tried = set()
 
     def attempt(level: int, room: Room, spare_bytes: int) -> Trial[None]:
@@ -332,10 +336,14 @@ def test_as_the_budget_falls_the_time_does_not() -> None:
 
 
 def test_what_takes_longer_by_far_is_not_tried() -> None:
-    """Once something fits."""
+    """Once something fits; but for what somebody could choose by hand."""
     far = FAR_OFF * 1000
     rungs = {1: (500, 10.0, 1010.0), 2: (400, far, 1000 + far), 3: (300, 3 * far, 1000 + 3 * far)}
     trial, tried = search_on_rungs(rungs, 600, (900, 1000.0))
     assert trial is not None
     assert trial.level == 1
     assert tried == {(0, 0), (1, 0), (2, 0)}
+    rungs[3] = 300, 3 * far, 1005.0  # faster than anybody thought
+    trial, tried = search_on_rungs(rungs, 600, (900, 1000.0), num_by_hand=1)
+    assert trial is not None
+    assert trial.level == 3

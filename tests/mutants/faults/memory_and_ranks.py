@@ -121,8 +121,8 @@ FAULTS = (
     Fault(
         "the first rung that fits is taken for the fastest",
         "fxzero/compiler/level_search.py",
-        "if best is not None and rung.us - best_us > FAR_OFF * best.step_us:",
-        "if best is not None:",
+        "far = best is not None and rung.us - best_us > FAR_OFF * best.step_us",
+        "far = best is not None",
         "tests/compiler/test_level_search.py::test_as_the_budget_falls_the_time_does_not",
     ),
     Fault(
