@@ -5,9 +5,9 @@ from level to level, and transfers take less room. For a room the first level th
 for, from what the last tries came to. The usual room comes first. More of it is tried where
 compute waits for transfers, less where something is repeated or nothing fits; of what fits the
 fastest is taken, by simulation. Where a try is cheap, a short list of choices that does not depend
-on the bound comes first (`fxzero.schedule.rungs`), so that less memory is never faster. Before it
-is said that nothing fits, every level behind the steps of the others was tried. What the level that
-was found leaves of the bound is spent on keeping some of what it repeats.
+on the bound comes first (`fxzero.schedule.candidates`), so that less memory is never faster.
+Before it is said that nothing fits, every level behind the steps of the others was tried. What the
+level that was found leaves of the bound is spent on keeping some of what it repeats.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from fxzero.passes.base import KEPT_SHARE, Room
+from fxzero.schedule.candidates import Candidate
 from fxzero.schedule.repetition_levels import Levels
-from fxzero.schedule.rungs import Rung
 from fxzero.schedule.simulate import Memory
 from fxzero.schedule.storage import Kind
 
@@ -31,9 +31,9 @@ left of it to be spent."""
 UNSURE = 0.1
 """Of a step's time: by how much more may be foretold than is simulated."""
 FEWEST = 300
-"""Values of a forward: as few are scheduled in some tenths of a second, and every rung is tried."""
+"""Values of a forward: as few are scheduled in some tenths of a second; all are tried."""
 FAR_OFF = 0.1
-"""Of a step's time: how much a rung may be better than was foretold."""
+"""Of a step's time: how much a candidate may be better than was foretold."""
 FEW = 1000
 """Values of a forward: as few are scheduled so fast that more is tried."""
 STEEPER = 16
@@ -128,7 +128,9 @@ class Search(Generic[T]):
             found = self._first(there, levels(), at_once=best is not None)
             best = _faster(best, found)
         known = levels()
-        if known is None or (best is not None and (best.level == 0 or self._is_rung(best, known))):
+        if known is None or (
+            best is not None and (best.level == 0 or self._is_candidate(best, known))
+        ):
             return best
         fitting = [] if best is None else [best]
         fitting += self._by_hand(best, top, known)
@@ -253,14 +255,14 @@ class Search(Generic[T]):
     def _first(
         self, top: Trial[T], levels: Levels | None, *, at_once: bool = False
     ) -> Trial[T] | None:
-        """The fastest rung that fits in a room, or the first level that does.
+        """The fastest candidate that fits in a room, or the first level that does.
 
         Args:
             top: its level 0.
             at_once: whether to give up where a level far down does not fit.
         """
         if levels is not None and len(levels.values) <= FEWEST:
-            found = self._on_rungs(top, levels)
+            found = self._on_candidates(top, levels)
             if found is not None:
                 return found
         if self._fits(top):
@@ -275,25 +277,25 @@ class Search(Generic[T]):
         return None if end is None else self._between(top, end, levels)
 
     @staticmethod
-    def _is_rung(trial: Trial[T], levels: Levels) -> bool:
-        """Whether a trial is the best of all rungs: nothing is left to spend."""
+    def _is_candidate(trial: Trial[T], levels: Levels) -> bool:
+        """Whether a trial is the best of all candidates: nothing is left to spend."""
         if len(levels.values) > FEWEST:
             return False
-        return Rung(trial.level, trial.spare_bytes) in levels.rungs
+        return Candidate(trial.level, trial.spare_bytes) in levels.candidates
 
-    def _on_rungs(self, top: Trial[T], levels: Levels) -> Trial[T] | None:
-        """The fastest of a room's level 0 and of all rungs there that fits; None if none does. What
+    def _on_candidates(self, top: Trial[T], levels: Levels) -> Trial[T] | None:
+        """The fastest of level 0 and all candidates in a room that fits; None if none does. What
         is foretold to take longer by far than something that fits is not tried, unless somebody
         could choose it by hand: blocks that repeat alike may fuse better than anything says."""
         at_top = levels.closure_at(0)
         best, best_us = top if self._fits(top) else None, at_top.us + at_top.keep_us
-        for rung in levels.rungs:
-            far = best is not None and rung.us - best_us > FAR_OFF * best.step_us
-            if far and rung.level < levels.by_hand:
+        for candidate in levels.candidates:
+            far = best is not None and candidate.us - best_us > FAR_OFF * best.step_us
+            if far and candidate.level < levels.by_hand:
                 continue
-            trial = self.take(rung.level, top.room, rung.spare_bytes)
+            trial = self.take(candidate.level, top.room, candidate.spare_bytes)
             if self._fits(trial) and (best is None or trial.step_us < best.step_us):
-                best, best_us = trial, rung.us
+                best, best_us = trial, candidate.us
         return best
 
     def _end(self, top: Trial[T], levels: Levels) -> Trial[T] | None:

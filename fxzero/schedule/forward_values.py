@@ -20,9 +20,9 @@ from fxzero.graph.launch import record_for
 from fxzero.graph.operators import can_draw_again, is_pure, num_bytes, tensor_bytes
 from fxzero.graph.same_on_ranks import Along, Alongs, can_be_cut, same_on_ranks
 from fxzero.graph.stamps import stamp_of
+from fxzero.schedule.candidates import Read
 from fxzero.schedule.parts import part_record
 from fxzero.schedule.repetition import Value
-from fxzero.schedule.rungs import Read
 
 LEAST_DRAWN_BYTES = 1 << 16
 """Less is saved rather than drawn again: a generator's state is some kilobytes."""

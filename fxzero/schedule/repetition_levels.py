@@ -20,8 +20,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from fxzero.schedule.candidates import Candidate, Read, candidates
 from fxzero.schedule.repetition import Closure, Value, closure, fastest_within, pareto, rate
-from fxzero.schedule.rungs import Read, Rung, rungs
 from fxzero.schedule.spare import keep_again
 
 FINEST = 1 / 64
@@ -85,10 +85,10 @@ class Levels:
         return len(self.steps) + 1 + len(self.longer)
 
     @functools.cached_property
-    def rungs(self) -> tuple[Rung, ...]:
+    def candidates(self) -> tuple[Candidate, ...]:
         """A short list of levels and of what may be kept again there, the fastest first; nothing
         if it is not known when backward reads."""
-        return rungs(self, self.reads) if self.reads else ()
+        return candidates(self, self.reads) if self.reads else ()
 
     @property
     def main(self) -> int:
@@ -161,7 +161,7 @@ def levels(
         base: what is repeated at level 0 where it does not cross a fence: it costs next to nothing.
         by_hand: what is repeated at the last levels, one for each.
         crosses: whether the base is repeated where it crosses a fence too, but for choices by hand.
-        reads: by value, when backward reads it, for `Levels.rungs`.
+        reads: by value, when backward reads it, for `Levels.candidates`.
     """
     splits = splits_of(values)
     best = min(splits, key=lambda split: split.held_bytes)

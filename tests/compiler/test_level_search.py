@@ -8,8 +8,8 @@ from typing import Any
 
 from fxzero.compiler.level_search import FAR_OFF, FEW, FEWEST, Search, Trial
 from fxzero.passes.base import Room
+from fxzero.schedule.candidates import Candidate
 from fxzero.schedule.repetition import Closure
-from fxzero.schedule.rungs import Rung
 from fxzero.schedule.simulate import Alive, Memory
 from fxzero.schedule.storage import Kind
 
@@ -31,7 +31,7 @@ class Curve:
     """What a byte to spare saves of that time."""
 
     values: range = range(0)
-    rungs: tuple[Rung, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
 
     def closure_at(self, level: int, spare_bytes: int = 0) -> Closure:
         """What repeating takes, and nothing to keep."""
@@ -286,24 +286,27 @@ def test_only_what_others_have_decided() -> None:
     assert (trial.level, trial.room) == (1, Room.LEAST)
 
 
-def search_on_rungs(
-    rungs: dict[int, tuple[int, float, float]],
+def search_on_candidates(
+    candidates: dict[int, tuple[int, float, float]],
     budget: int,
     top: tuple[int, float],
     num_by_hand: int = 0,
 ) -> tuple[Trial[None] | None, set[tuple[int, int]]]:
-    """What is found among rungs, by level: their peak, and what they take by foretelling and by
-    simulation; and what was tried."""
+    """What is found among candidates, by level: their peak, and what they take by foretelling and
+    by simulation; and what was tried."""
     ladder = tuple(
-        sorted((Rung(k, 0, us=us) for k, (_, us, _) in rungs.items()), key=lambda rung: rung.us)
+        sorted(
+            (Candidate(k, 0, us=us) for k, (_, us, _) in candidates.items()),
+            key=lambda candidate: candidate.us,
+        )
     )
-    kept = [1000 - k for k in range(len(rungs) + 1)]
-    curve = Curve(kept, num_by_hand, num_by_hand, values=range(FEWEST), rungs=ladder)
+    kept = [1000 - k for k in range(len(candidates) + 1)]
+    curve = Curve(kept, num_by_hand, num_by_hand, values=range(FEWEST), candidates=ladder)
     tried = set()
 
     def attempt(level: int, room: Room, spare_bytes: int) -> Trial[None]:
         tried.add((level, spare_bytes))
-        peak_bytes, step_us = (rungs[level][0], rungs[level][2]) if level else top
+        peak_bytes, step_us = (candidates[level][0], candidates[level][2]) if level else top
         memory = Memory(0, "", 0, (), (), transfers_bytes=0)
         return Trial(level, room, None, memory, peak_bytes, step_us)
 
@@ -312,23 +315,23 @@ def search_on_rungs(
 
 
 def test_as_the_budget_falls_the_time_does_not() -> None:
-    """Where tries are cheap, whatever rungs hold, and how far they are from what was foretold."""
+    """Where tries are cheap, whatever candidates hold, and however far off foretelling is."""
     rng = random.Random(3)
     faster_than_the_first = 0
     for _ in range(100):
-        rungs = {}
+        candidates = {}
         for level in range(1, rng.randint(4, 40)):
             us = rng.uniform(0, 400)
-            rungs[level] = rng.randint(100, 1000), us, 1000 + us + rng.uniform(-20, 20)
+            candidates[level] = rng.randint(100, 1000), us, 1000 + us + rng.uniform(-20, 20)
         top = 900, 1000 + rng.uniform(-20, 20)
-        least = min(peak for peak, *_ in rungs.values())
+        least = min(peak for peak, *_ in candidates.values())
         before = 0.0
         for budget in range(1100, least - 1, -50):
-            trial, _ = search_on_rungs(rungs, budget, top)
+            trial, _ = search_on_candidates(candidates, budget, top)
             assert trial is not None
             assert trial.peak_bytes <= budget
             assert trial.step_us >= before
-            fitting = [time for peak, _, time in rungs.values() if peak <= budget]
+            fitting = [time for peak, _, time in candidates.values() if peak <= budget]
             assert trial.step_us == min([*fitting, *([top[1]] if top[0] <= budget else [])])
             before = trial.step_us
             faster_than_the_first += trial.level > 0 and budget > 900
@@ -338,12 +341,16 @@ def test_as_the_budget_falls_the_time_does_not() -> None:
 def test_what_takes_longer_by_far_is_not_tried() -> None:
     """Once something fits; but for what somebody could choose by hand."""
     far = FAR_OFF * 1000
-    rungs = {1: (500, 10.0, 1010.0), 2: (400, far, 1000 + far), 3: (300, 3 * far, 1000 + 3 * far)}
-    trial, tried = search_on_rungs(rungs, 600, (900, 1000.0))
+    candidates = {
+        1: (500, 10.0, 1010.0),
+        2: (400, far, 1000 + far),
+        3: (300, 3 * far, 1000 + 3 * far),
+    }
+    trial, tried = search_on_candidates(candidates, 600, (900, 1000.0))
     assert trial is not None
     assert trial.level == 1
     assert tried == {(0, 0), (1, 0), (2, 0)}
-    rungs[3] = 300, 3 * far, 1005.0  # faster than anybody thought
-    trial, tried = search_on_rungs(rungs, 600, (900, 1000.0), num_by_hand=1)
+    candidates[3] = 300, 3 * far, 1005.0  # faster than anybody thought
+    trial, tried = search_on_candidates(candidates, 600, (900, 1000.0), num_by_hand=1)
     assert trial is not None
     assert trial.level == 3

@@ -7,8 +7,8 @@
 Levels (`fxzero.schedule.repetition_levels`) go by what is kept, and what they leave can be spent
 (`fxzero.schedule.spare`). A step's peak has more in it, what is repeated at once, and its time what
 keeping takes. Both are found for every level and a few amounts to spare; what is fastest for what
-it holds is a rung. Rungs do not depend on a budget: if all of them are tried, then the fastest that
-fits in less is never faster than the fastest that fits in more.
+it holds is a candidate. Candidates do not depend on a budget: if all of them are tried, then the
+fastest that fits in less is never faster than the fastest that fits in more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fxzero.schedule.repetition_levels import Levels
 
 MOST = 16
-"""Most rungs by one measure, beside the levels."""
+"""Most candidates by one measure, beside the levels."""
 AMOUNTS = 16
 """How many amounts to spare are looked at for a level."""
 LOOKED_AT = 48
@@ -41,7 +41,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Rung:
+class Candidate:
     """A level, and what may be kept again of what it repeats."""
 
     level: int
@@ -54,39 +54,41 @@ class Rung:
     """What repeating and keeping take."""
 
 
-def rungs(levels: Levels, reads: Sequence[Read]) -> tuple[Rung, ...]:
+def candidates(levels: Levels, reads: Sequence[Read]) -> tuple[Candidate, ...]:
     """All levels as they are, and the fastest choice for each of `MOST` equal ranges of what
     backward holds, and of what is kept when it begins; the fastest first.
 
     Args:
         reads: by value, when backward reads it.
     """
-    found: dict[tuple[object, object], Rung] = {}
+    found: dict[tuple[object, object], Candidate] = {}
     for level, spare_bytes, closure in _choices(levels):
         key = closure.repeated, closure.in_parts
         if key not in found:
             held = held_bytes(levels.values, reads, closure)
             us = closure.us + closure.keep_us
-            found[key] = Rung(level, spare_bytes, held, closure.kept_bytes, us)
+            found[key] = Candidate(level, spare_bytes, held, closure.kept_bytes, us)
     every = list(found.values())
     chosen = {
-        *(rung for rung in every if not rung.spare_bytes),
-        *_fastest(every, lambda rung: rung.held_bytes),
-        *_fastest(every, lambda rung: rung.kept_bytes),
+        *(candidate for candidate in every if not candidate.spare_bytes),
+        *_fastest(every, lambda candidate: candidate.held_bytes),
+        *_fastest(every, lambda candidate: candidate.kept_bytes),
     }
-    return tuple(sorted(chosen, key=lambda rung: (rung.us, rung.level, rung.spare_bytes)))
+    return tuple(
+        sorted(chosen, key=lambda candidate: (candidate.us, candidate.level, candidate.spare_bytes))
+    )
 
 
-def _fastest(every: Sequence[Rung], size: Callable[[Rung], int]) -> Iterator[Rung]:
+def _fastest(every: Sequence[Candidate], size: Callable[[Candidate], int]) -> Iterator[Candidate]:
     """The fastest of each of `MOST` equal ranges of a size."""
-    sizes = [size(rung) for rung in every]
+    sizes = [size(candidate) for candidate in every]
     least, most = min(sizes), max(sizes)
-    fastest: dict[int, Rung] = {}
-    for rung, num_bytes in zip(every, sizes, strict=True):
+    fastest: dict[int, Candidate] = {}
+    for candidate, num_bytes in zip(every, sizes, strict=True):
         number = MOST * (num_bytes - least) // (most - least + 1)
         before = fastest.get(number)
-        if before is None or (rung.us, num_bytes) < (before.us, size(before)):
-            fastest[number] = rung
+        if before is None or (candidate.us, num_bytes) < (before.us, size(before)):
+            fastest[number] = candidate
     yield from fastest.values()
 
 

@@ -6,9 +6,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fxzero.schedule.candidates import MOST, Read, held_bytes
 from fxzero.schedule.repetition import Closure, Value, closure
 from fxzero.schedule.repetition_levels import levels
-from fxzero.schedule.rungs import MOST, Read, held_bytes
 from tests.schedule.test_repetition import random_values
 from tests.schedule.test_repetition_levels import chain_of_layers
 
@@ -89,15 +89,22 @@ def test_the_fastest_for_what_they_hold() -> None:
     values = [replace(value, repeat_bytes=value.num_bytes) for value in chain_of_layers(8)]
     by_hand = [i for i, value in enumerate(values) if "add" not in value.name]
     found = levels(values, by_hand=[by_hand], reads=reads_from_the_end(values))
-    rungs = found.rungs
-    assert 8 <= len(rungs) <= 3 * MOST
-    assert [rung.us for rung in rungs] == sorted(rung.us for rung in rungs)
-    assert rungs[0].us == 0.0  # everything is kept
-    for rung in rungs:
-        choice = found.closure_at(rung.level, rung.spare_bytes)
-        assert (rung.us, rung.kept_bytes) == (choice.us + choice.keep_us, choice.kept_bytes)
+    candidates = found.candidates
+    assert 8 <= len(candidates) <= 3 * MOST
+    assert [candidate.us for candidate in candidates] == sorted(
+        candidate.us for candidate in candidates
+    )
+    assert candidates[0].us == 0.0  # everything is kept
+    for candidate in candidates:
+        choice = found.closure_at(candidate.level, candidate.spare_bytes)
+        assert (candidate.us, candidate.kept_bytes) == (
+            choice.us + choice.keep_us,
+            choice.kept_bytes,
+        )
     hand = closure(values, by_hand)
-    assert any(found.closure_at(r.level, r.spare_bytes).repeated == hand.repeated for r in rungs)
+    assert any(
+        found.closure_at(r.level, r.spare_bytes).repeated == hand.repeated for r in candidates
+    )
 
 
 def test_keeping_may_take_longer_than_repeating() -> None:
@@ -107,9 +114,12 @@ def test_keeping_may_take_longer_than_repeating() -> None:
         Value("a", 8, 1.0, (0,), is_needed=True, keep_us=3.0),
     ]
     found = levels(values, by_hand=[(1,)], reads=reads_from_the_end(values))
-    assert [(rung.us, rung.kept_bytes) for rung in found.rungs] == [(1.0, 8), (3.0, 16)]
+    assert [(candidate.us, candidate.kept_bytes) for candidate in found.candidates] == [
+        (1.0, 8),
+        (3.0, 16),
+    ]
 
 
 def test_nobody_knows_when_backward_reads() -> None:
     """Then there are none."""
-    assert levels(chain_of_layers(4)).rungs == ()
+    assert levels(chain_of_layers(4)).candidates == ()
