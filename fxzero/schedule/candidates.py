@@ -65,7 +65,7 @@ def candidates(levels: Levels, reads: Sequence[Read]) -> tuple[Candidate, ...]:
     for level, spare_bytes, closure in _choices(levels):
         key = closure.repeated, closure.in_parts
         if key not in found:
-            held = held_bytes(levels.values, reads, closure)
+            held = bytes_in_backward(levels.values, reads, closure)
             us = closure.us + closure.keep_us
             found[key] = Candidate(level, spare_bytes, held, closure.kept_bytes, us)
     every = list(found.values())
@@ -104,7 +104,7 @@ def _choices(levels: Levels) -> Iterator[tuple[int, int, Closure]]:
             yield level, number * grain, levels.closure_at(level, number * grain)
 
 
-def held_bytes(values: Sequence[Value], reads: Sequence[Read], choice: Closure) -> int:
+def bytes_in_backward(values: Sequence[Value], reads: Sequence[Read], choice: Closure) -> int:
     """The most bytes that backward holds at once of what forward computes.
 
     What is kept is there from the beginning until it was read last; what is repeated from its first

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fxzero.schedule.candidates import MOST, Read, held_bytes
+from fxzero.schedule.candidates import MOST, Read, bytes_in_backward
 from fxzero.schedule.repetition import Closure, Value, closure
 from fxzero.schedule.repetition_levels import levels
 from tests.schedule.test_repetition import random_values
@@ -65,7 +65,7 @@ def test_what_backward_holds() -> None:
         chosen = {i for i in range(len(values)) if rng.random() < 0.6}
         choice = closure(values, chosen)
         reads = reads_from_the_end(values)
-        assert held_bytes(values, reads, choice) == held_by_walking(values, reads, choice)
+        assert bytes_in_backward(values, reads, choice) == held_by_walking(values, reads, choice)
         tried += bool(choice.repeated)
     assert tried > 100
 
@@ -78,10 +78,10 @@ def test_what_is_fused_holds_nothing_and_parts_are_gathered() -> None:
         Value("b", 16, 5.0, (1,), is_needed=True),
     ]
     reads = reads_from_the_end(values)
-    assert held_bytes(values, reads, closure(values, ())) == 40
-    assert held_bytes(values, reads, closure(values, {1, 2})) == 8 + 16
-    assert held_bytes(values, reads, closure(values, {2})) == 8 + 16
-    assert held_bytes(values, reads, closure(values, {1, 2}, {0})) == 2 + 8 + 16
+    assert bytes_in_backward(values, reads, closure(values, ())) == 40
+    assert bytes_in_backward(values, reads, closure(values, {1, 2})) == 8 + 16
+    assert bytes_in_backward(values, reads, closure(values, {2})) == 8 + 16
+    assert bytes_in_backward(values, reads, closure(values, {1, 2}, {0})) == 2 + 8 + 16
 
 
 def test_the_fastest_for_what_they_hold() -> None:

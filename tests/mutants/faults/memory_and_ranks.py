@@ -133,6 +133,13 @@ FAULTS = (
         "tests/schedule/test_candidates.py::test_keeping_may_take_longer_than_repeating",
     ),
     Fault(
+        "to keep what would be fused is only to read it",
+        "fxzero/schedule/forward_values.py",
+        "return streamed_us * (1 + all(map(fuses_into_readers, in_forward)))",
+        "return streamed_us",
+        "tests/schedule/test_forward_values.py::test_what_is_fused_is_written_only_to_be_kept",
+    ),
+    Fault(
         "what is fused into its readers is held once it is repeated",
         "fxzero/schedule/candidates.py",
         "num_bytes = values[i].repeat_bytes",
