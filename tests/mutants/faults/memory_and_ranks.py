@@ -46,7 +46,7 @@ FAULTS = (
         "fxzero/schedule/forward_values.py",
         "theirs is not None and theirs > mine:",
         "theirs is not None and theirs > mine and False:",
-        "tests/passes/test_recompute.py::test_checkpoints_one_behind_the_other",
+        "tests/passes/test_recompute.py::test_checkpoints_one_behind_the_other[CheckpointedBlocks]",
     ),
     Fault(
         "what a block hands to the next one is repeated from block to block",
@@ -67,7 +67,7 @@ FAULTS = (
         "fxzero/schedule/forward_values.py",
         "asked_to_repeat(node.all_input_nodes[0]) and not is_handed_on(node)",
         "asked_to_repeat(node.all_input_nodes[0])",
-        "tests/parity/test_memory_budget.py::test_no_chain_of_blocks_is_repeated_at_once[post_norm]",
+        "tests/passes/test_recompute.py::test_checkpoints_one_behind_the_other[NormedBlocks]",
     ),
     Fault(
         "a state that is a number is thought to have rows",
