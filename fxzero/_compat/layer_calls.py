@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
+from fxzero._compat.fakes import is_plain_fake
 from fxzero._compat.layer_guards import Alike, NotAlikeError
 from fxzero._compat.nodes import is_plain_to_local
 from fxzero._compat.traced_objects import Changes, is_below
@@ -270,4 +271,4 @@ def _is_readable(node: fx.Node, inside: set[fx.Node]) -> bool:
     if isinstance(value, DTensor):
         readers = [user for user in node.users if user in inside]
         return isinstance(value, nn.Parameter) and all(map(is_plain_to_local, readers))
-    return type(value) in (torch.Tensor, nn.Parameter, nn.Buffer)
+    return type(value) in (torch.Tensor, nn.Parameter, nn.Buffer) or is_plain_fake(value)

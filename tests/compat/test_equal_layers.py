@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fxzero
 from fxzero import _compat
@@ -148,13 +149,19 @@ def described(module: fx.GraphModule) -> list[Any]:
     return result
 
 
-def test_the_graph_is_the_one_of_tracing_each_layer(seen: Seen) -> None:
-    """Node by node, of shards on two ranks: targets, arguments, modules, values, sources."""
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("values", ["with_values", "without_values"])
+def test_the_graph_is_the_one_of_tracing_each_layer(seen: Seen, values: str, zero: int) -> None:
+    """Node by node, on two ranks, also where somebody only looks: targets, arguments, modules,
+    values, sources."""
+    looks = contextlib.nullcontext() if values == "with_values" else _compat.fake_tensors()
     with fake_ranks(2):
-        model = fxzero.shard(Model(), zero=3)
-        for once in (False, True):
-            with traced(once=once):
-                torch.compile(model, backend=seen.backend)(torch.ones(2, 8))
+        mesh = init_device_mesh("cpu", (2,))
+        with looks:
+            model = fxzero.shard(Model(), zero=zero, mesh=mesh)
+            for once in (False, True):
+                with traced(once=once):
+                    torch.compile(model, backend=seen.backend)(torch.ones(2, 8))
     each, copied = map(described, seen.graphs)
     assert seen.copied == NUM_LAYERS - 1
     assert each == copied
