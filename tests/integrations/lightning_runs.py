@@ -175,6 +175,7 @@ def trainer_of(zero: dict[str, Any] | str | None, folder: str | Path, **settings
     world = dist.get_world_size() if dist.is_initialized() else 1
     settings.setdefault("callbacks", [ModelCheckpoint(dirpath=folder, save_last=True)])
     settings.setdefault("logger", False)
+    settings.setdefault("default_root_dir", folder)
     return lightning.Trainer(
         strategy=strategy_of(zero),
         accelerator="cpu",

@@ -57,7 +57,10 @@ HABITS = {
     "a layer that the last micro-batch skips": Habit(
         habits.SkipsALayer, {"zero": 1}, {"accumulate_grad_batches": 2}, ddp=UNUSED
     ),
-    "a line search": Habit(habits.LineSearched),
+    "a line search": Habit(  # whose state is no parameter's, so that no checkpoint has it
+        habits.LineSearched,
+        settings={"callbacks": [callbacks.ModelCheckpoint(save_weights_only=True)]},
+    ),
     "averaged at the end": Habit(
         settings={"callbacks": [callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)]}
     ),
