@@ -7,7 +7,6 @@ reader       ──────►             a tensor's bytes are copied out o
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import os
 import threading
@@ -15,6 +14,8 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
+
+import numpy as np
 
 from fxzero.checkpoint.manifest import BLOCK_BYTES, FileRecord
 from fxzero.errors import CheckpointError
@@ -61,10 +62,14 @@ class CheckedFile(_Readable):
         path: the file.
         record: what the manifest says of it.
         pool: threads that read and hash.
+        until: where what is wanted ends, behind which nothing is read ahead.
     """
 
-    def __init__(self, path: Path, record: FileRecord, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, path: Path, record: FileRecord, pool: ThreadPoolExecutor, until: int | None = None
+    ) -> None:
         super().__init__(record.bytes)
+        self._num_ahead = len(record.blocks) if until is None else -(-until // BLOCK_BYTES)
         self.path = path
         self.record = record
         self._pool = pool
@@ -88,7 +93,7 @@ class CheckedFile(_Readable):
             block, offset = divmod(self._at, BLOCK_BYTES)
             data = self._block(block)[offset:]
             count = min(len(data), len(into) - filled)
-            into[filled : filled + count] = data[:count]
+            _copy(data[:count], into[filled : filled + count])
             filled += count
             self._at += count
         return filled
@@ -106,7 +111,8 @@ class CheckedFile(_Readable):
         """A block's bytes, until others are asked for."""
         if number in self._blocks:
             self._blocks.move_to_end(number)
-        for ahead in range(number, min(number + _AHEAD, len(self.record.blocks))):
+        end = min(number + _AHEAD, max(self._num_ahead, number + 1))
+        for ahead in range(number, end):
             if ahead not in self._blocks:
                 self._blocks[ahead] = self._pool.submit(self._read, ahead, self._buffer())
         return self._blocks[number].result()
@@ -127,7 +133,7 @@ class CheckedFile(_Readable):
                 count = os.preadv(self._file, [data], begin)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
-        if count != len(data) or hashlib.sha256(data).hexdigest() != self.record.blocks[number]:
+        if count != len(data) or not self.record.is_block(number, data):
             raise CheckpointError(
                 f"{self.path} was changed since it was written: its bytes {begin} to "
                 f"{begin + len(data)} have another hash"
@@ -145,6 +151,11 @@ class CheckedFile(_Readable):
             self._blocks.clear()
             os.close(self._file)
         super().close()
+
+
+def _copy(data: memoryview, into: memoryview) -> None:
+    """Copy bytes, beside which other threads run: a memoryview would hold them up."""
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
 
 
 class Part(_Readable):

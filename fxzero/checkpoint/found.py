@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from fxzero._compat import dtensor_like
+from fxzero._compat import dtensor_like, without_torch_function
 from fxzero.checkpoint import by_name, large_pages
 from fxzero.checkpoint.coverage import fault_of_chunks
 from fxzero.checkpoint.foreign import prefix_of_model, prefix_of_optimizer
-from fxzero.checkpoint.manifest import VALUES
+from fxzero.checkpoint.manifest import VALUES, file_of_rank
 from fxzero.checkpoint.ranks import Ranks
 from fxzero.checkpoint.reader import CheckedReader, IntoCopies, names_of_ranks
 from fxzero.checkpoint.saved_values import SavedValues
@@ -68,6 +68,8 @@ class Found:
         self.manifest = whole(manifest_of, path)
         self.step = 0 if self.manifest is None else self.manifest.step
         self.reader = CheckedReader(path, self.manifest)
+        if self.manifest is not None and self.manifest.world_size == ranks.size:
+            self.reader.expect(file_of_rank(ranks.rank))  # in another layout also others
         self.metadata = whole(self.reader.read_metadata)
         self.saved = self.metadata.state_dict_metadata
         data = b"" if self.manifest is None else whole(self.reader.read_file, VALUES)
@@ -111,22 +113,27 @@ class Found:
             CheckpointError: it is of another model or optimizer, or lacks a part of the run.
         """
         self._compare_kinds()
-        tied_apart = self._tied_apart()
-        wanted = {**self._find_model(), **tied_apart}
+        with without_torch_function():  # a hundred layers have thousands of tensors
+            tied_apart = self._tied_apart()
+            wanted = {**self._find_model(), **tied_apart}
         self.parts = self._find_parts()
         self.groups = self._find_groups()
         self._refuse_own_of_others()
         kept = self._find_kept()
         wanted |= {**self._find_optimizer(), **kept}
         self._tell_of_rounding()
+        forms: dict[str, tuple[torch.Size, torch.dtype]] = {}
         for name, template in wanted.items():
             about = self.saved[name]
             assert isinstance(about, TensorStorageMetadata)
             fault = fault_of_chunks(about)
             if fault:
                 raise NotWholeError(f"{self.path}: {name} is not whole: {fault}")
-            dtype = about.properties.dtype
-            self.copies[name] = large_pages.empty(local_part(template).shape, dtype)
+            forms[name] = local_part(template).shape, about.properties.dtype
+        # The optimizer keeps what it is given, and the model copies it.
+        model = {name: form for name, form in forms.items() if name.startswith(self.prefix)}
+        rest = {name: form for name, form in forms.items() if name not in model}
+        self.copies = {**large_pages.empty(model), **large_pages.empty(rest)}
         # Each rank reads for itself, and what it meets is compared once: `dcp.load` would gather
         # every rank's plan at rank 0 first.
         planner = IntoCopies(self.copies)

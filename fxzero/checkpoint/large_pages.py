@@ -1,35 +1,60 @@
 """Memory of the host that is first touched in large pages, where the system has them.
 
+    model.h.0.weight │ model.h.0.bias │ model.h.1.weight │ …      one stretch of memory,
+    ──── storage ────│─── storage ────│──── storage ─────│        and a storage for each
+
 A page of 4 KiB that is touched for the first time costs more than a copy of what it will hold, and
-everything that is loaded arrives in memory of its own.
+everything that is loaded arrives in memory of its own. A tensor by itself has few large pages, or
+none: together they have.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 _LEAST_BYTES = 4 << 20
-"""Of a tensor: two large pages, of which one at least is whole wherever the memory begins."""
+"""Of a stretch: two large pages, of which one at least is whole wherever the memory begins."""
+_ALIGNED_BYTES = 64
+"""Where a tensor may begin, as torch's own allocator has it."""
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor on the CPU, as `torch.empty` makes it; its storage cannot be resized.
+def empty(forms: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+    """Uninitialised tensors on the CPU, as `torch.empty` makes them; their storages cannot be
+    resized, and their memory is given back with the last of them.
 
     Args:
-        shape: its sizes.
-        dtype: its dtype.
+        forms: by name, a tensor's sizes and its dtype.
     """
-    num_bytes = math.prod(shape) * dtype.itemsize
+    places: dict[str, int] = {}
+    total = 0
+    for name, (shape, dtype) in forms.items():
+        places[name] = total
+        num_bytes = math.prod(shape) * dtype.itemsize
+        total += -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+    memory = _stretch(total)
+    found = {}
+    for name, (shape, dtype) in forms.items():
+        count = math.prod(shape)
+        if memory is None or not count:
+            found[name] = torch.empty(shape, dtype=dtype)
+        else:
+            flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=places[name])
+            found[name] = flat.view(shape)
+    return found
+
+
+def _stretch(num_bytes: int) -> mmap.mmap | None:
+    """So much memory; None where it would have no large pages."""
     if num_bytes < _LEAST_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(tuple(shape), dtype=dtype)
+        return None
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:  # a kernel without them
-        return torch.empty(tuple(shape), dtype=dtype)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(tuple(shape))
+        return None
+    return memory

@@ -15,6 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from fxzero._compat import collecting_only_new_objects
 from fxzero.checkpoint.folder import is_of_others, is_ours, published
 from fxzero.checkpoint.found import Found
 from fxzero.checkpoint.ranks import Ranks, all_ranks
@@ -74,6 +75,17 @@ def load(
             in it.
     """
     wait_for_running()
+    with collecting_only_new_objects():
+        return _load(state, folder, step, leave, prefix)
+
+
+def _load(
+    state: TrainState,
+    folder: str | os.PathLike[str],
+    step: int | None,
+    leave: Collection[str] | str,
+    prefix: str | None,
+) -> Loaded | None:
     ranks = all_ranks()
     leave = (leave,) if isinstance(leave, str) else tuple(leave)
     parts = {"optimizer", *state.parts}
@@ -82,14 +94,16 @@ def load(
             raise CheckpointError(f"leave={name!r}: {nearest(name, parts)}")
     folder = Path(folder)
     skipped: list[str] = []
+    before = None
     for path in _candidates(folder, step, ranks):
+        before = before or _before(state, ranks)
         found = _read(path, state, ranks, leave, prefix)
         if isinstance(found, NotWholeError):
             skipped.append(str(found))
             continue
         if step not in (None, found.step):
             raise CheckpointError(f"{path} is the checkpoint of step {found.step}, not {step}")
-        _apply(found, ranks)
+        _apply(found, before, ranks)
         if skipped:
             log.warning("checkpoints were skipped: %s", "; ".join(skipped))
         log.info("going on from %s", path)
@@ -172,13 +186,14 @@ def _before(state: TrainState, ranks: Ranks) -> Before | None:
         return None
 
 
-def _apply(found: Found, ranks: Ranks) -> None:
+def _apply(found: Found, before: Before | None, ranks: Ranks) -> None:
     """Let the run go on from a checkpoint, if all ranks can. A collective.
 
     Raises:
         CheckpointError: on every rank, if one cannot: which part does not take its state.
     """
-    before = _before(found.state, ranks)
+    if before is not None:
+        before.wait()
     for apply in (found.apply_parts, found.apply):
         error: Exception | None = None
         try:

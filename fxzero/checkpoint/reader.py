@@ -14,11 +14,14 @@ checksums.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import struct
 import zipfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -35,6 +38,8 @@ from fxzero.checkpoint.manifest import METADATA, Manifest
 from fxzero.errors import CheckpointError
 
 _THREADS = 2
+_EXPECTED_BYTES = 1 << 30
+"""Of a file, what is read ahead: what a disk gives while it is found out what is wanted."""
 _OF_OWN = "ranks."
 """What is before the names of tensors that each rank has for itself: ``ranks.1.model.…``."""
 _HEAD_BYTES = 4096
@@ -58,6 +63,11 @@ class CheckedReader(FileSystemReader):
         self.manifest = manifest
         self.num_bytes = 0
         """Of tensors, read so far."""
+
+    def expect(self, name: str) -> None:
+        """Let the system begin to read a file that will be wanted; one that is not there, or that
+        it cannot begin with, is met when it is read."""
+        Thread(target=_begin_to_read, args=(self.folder / name,), daemon=True).start()
 
     def read_file(self, name: str) -> bytes:
         """A whole file, checked.
@@ -108,7 +118,9 @@ class CheckedReader(FileSystemReader):
             with ThreadPoolExecutor(_THREADS) as pool:
                 for name, items in by_file.items():
                     record = self._record(name)
-                    with CheckedFile(self.folder / name, record, pool) as file:
+                    places = [self.storage_data[item.storage_index] for item in items]
+                    until = min(max(p.offset + p.length for p in places), record.bytes)
+                    with CheckedFile(self.folder / name, record, pool, until) as file:
                         self._read_items(file, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
@@ -177,6 +189,13 @@ class CheckedReader(FileSystemReader):
             raise
         except Exception as error:  # whatever its archives and torch's unpickler meet
             raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
+
+
+def _begin_to_read(path: Path) -> None:
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, _EXPECTED_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def _check_archive(part: Part, path: Path) -> None:

@@ -230,7 +230,8 @@ class TrainState:
             optimizer: as the optimizer itself loads it; None leaves it as it is.
             parts: states of parts, by name; others stay as they are.
         """
-        names = {by_name.plain_name(name): name for name in self.model.state_dict()}
+        own = self.model.state_dict(keep_vars=True)  # each detached would take a while
+        names = {by_name.plain_name(name): name for name in own}
         self.model.load_state_dict({names[name]: value for name, value in model.items()})
         if optimizer is not None:
             assert self.optimizer is not None

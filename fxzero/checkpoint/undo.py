@@ -3,18 +3,21 @@
     before    copies of this rank's parts, where the host has room for them
     restore   back into the tensors that are there now, below every hook, as those may have refused
 
-A run that has not begun has nothing to lose: what it was made of is made again.
+A run that has not begun has nothing to lose: what it was made of is made again. An optimizer that
+loads as torch's do takes other tensors in place of its own, which then are as they were.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fxzero.checkpoint import by_name, large_pages
 from fxzero.checkpoint.staging import local_part
@@ -25,7 +28,8 @@ _NAMES = ("params",)
 
 
 class Before:
-    """A model and its optimizer as they are now.
+    """A model and its optimizer as they are now, of which a thread makes the copies: a rank that
+    reads waits for its disk.
 
     Args:
         state: of which the parts are left alone.
@@ -34,36 +38,49 @@ class Before:
 
     def __init__(self, state: TrainState, ranks_here: int) -> None:
         self._state = state
-        self._copies: dict[str, Tensor] | None = None
-        parts = {name: local_part(tensor) for name, tensor in self._tensors().items()}
+        optimizer = state.optimizer
+        self._keeps_tensors = optimizer is not None and _replaces_tensors(optimizer)
+        parts = {name: local_part(tensor) for name, tensor in self._changing().items()}
         num_bytes = sum(part.nbytes for part in parts.values())
+        self._copying: Future[dict[str, Tensor]] | None = None
         if 2 * num_bytes * ranks_here < _available_bytes():
-            self._copies = {name: _copy_of(part) for name, part in parts.items()}
+            with_one = ThreadPoolExecutor(1)
+            self._copying = with_one.submit(_copies_of, parts)
+            with_one.shutdown(wait=False)
         self._extra = {
             name: copy.deepcopy(value)
             for name, value in by_name.model_state(state.model).items()
             if not isinstance(value, Tensor)
         }
-        optimizer = state.optimizer
         self._groups: list[dict[str, Any]] = [
             {key: value for key, value in group.items() if key not in _NAMES}
             for group in (optimizer.param_groups if optimizer is not None else [])
         ]
         known: Mapping[Any, Any] = optimizer.state if optimizer is not None else {}
         self._values = {
-            parameter: {k: v for k, v in own.items() if not isinstance(v, Tensor)}
+            parameter: {
+                k: v for k, v in own.items() if self._keeps_tensors or not isinstance(v, Tensor)
+            }
             for parameter, own in known.items()
         }
 
+    def wait(self) -> None:
+        """Until all of it is kept: nothing may be changed before."""
+        if self._copying is not None and self._copying.exception() is not None:
+            self._copying = None  # no reason not to load
+
     def restore(self) -> bool:
         """Let everything be as it was; false if there was no room to keep it."""
-        if self._copies is None:
+        if self._copying is None:
             return False
+        copies = self._copying.result()
         optimizer = self._state.optimizer
         if optimizer is not None:
             for parameter in [p for p in optimizer.state if p not in self._values]:
                 del optimizer.state[parameter]
             for parameter, values in self._values.items():
+                if self._keeps_tensors:
+                    optimizer.state[parameter].clear()
                 optimizer.state[parameter].update(values)
             for group, before in zip(optimizer.param_groups, self._groups, strict=True):
                 for key in [k for k in group if k not in before and k not in _NAMES]:
@@ -72,23 +89,34 @@ class Before:
         for name, value in self._extra.items():
             self._state.model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
         with torch.no_grad():
-            for name, tensor in self._tensors().items():
-                if name in self._copies:
-                    local_part(tensor).copy_(self._copies[name])
+            for name, tensor in self._changing().items():
+                if name in copies:
+                    local_part(tensor).copy_(copies[name])
         return True
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """The tensors of the model and of the optimizer, those that are there now."""
+    def _changing(self) -> dict[str, Tensor]:
+        """The tensors that are loaded into, those that are there now."""
         model, optimizer = self._state.model, self._state.optimizer
         found = {f"model.{name}": value for name, value in by_name.model_state(model).items()}
-        if optimizer is not None:
+        if optimizer is not None and not self._keeps_tensors:
             for name, own in by_name.optimizer_state(model, optimizer)["state"].items():
                 found.update({f"optimizer.{name}.{key}": value for key, value in own.items()})
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
-def _copy_of(part: Tensor) -> Tensor:
-    return large_pages.empty(part.shape, part.dtype).copy_(part.detach())
+def _copies_of(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    copies = large_pages.empty({name: (part.shape, part.dtype) for name, part in parts.items()})
+    with torch.no_grad():
+        for name, part in parts.items():
+            copies[name].copy_(part)
+    return copies
+
+
+def _replaces_tensors(optimizer: Optimizer) -> bool:
+    """Whether an optimizer that loads a state dict leaves the tensors of its state as they are."""
+    if "load_state_dict" in vars(optimizer):
+        return False
+    return type(optimizer).load_state_dict is Optimizer.load_state_dict
 
 
 def _available_bytes() -> float:

@@ -7,7 +7,6 @@ them past the unpickler: see `fxzero.checkpoint.reader`.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import pickle
@@ -20,13 +19,19 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fxzero._compat import storage_info
 from fxzero.checkpoint.folder import write_file
-from fxzero.checkpoint.manifest import BLOCK_BYTES, METADATA, FileRecord, hash_blocks
+from fxzero.checkpoint.manifest import (
+    BLOCK_BYTES,
+    METADATA,
+    FileRecord,
+    block_hash,
+    hash_blocks,
+)
 from fxzero.errors import CheckpointError
 
 
@@ -46,7 +51,7 @@ class HashedFile(io.RawIOBase):
             raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
         self._size = 0
         self._blocks: list[str] = []
-        self._hash = hashlib.sha256()
+        self._hash = block_hash()
 
     def writable(self) -> bool:
         """Yes."""
@@ -79,7 +84,7 @@ class HashedFile(io.RawIOBase):
 
     def _end_block(self) -> None:
         self._blocks.append(self._hash.hexdigest())
-        self._hash = hashlib.sha256()
+        self._hash = block_hash()
 
     def finish(self) -> FileRecord:
         """Bring it to the disk.
@@ -144,7 +149,8 @@ class HashingWriter(FileSystemWriter):
         return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's parts of tensors to its file.
+        """Write this rank's parts of tensors to its file, behind the tensors that it writes for all
+        ranks: each of them reads those, and by blocks.
 
         Raises:
             CheckpointError: the disk is full, or fails.
@@ -153,7 +159,7 @@ class HashingWriter(FileSystemWriter):
         if plan.items:
             name = f"{plan.storage_data.prefix}0.distcp"
             file = HashedFile(self.folder / name)
-            for item in plan.items:
+            for item in sorted(plan.items, key=_is_part):
                 data = planner.resolve_data(item)
                 begin = file.tell()
                 if item.type is WriteItemType.BYTE_IO:
@@ -190,6 +196,12 @@ class HashingWriter(FileSystemWriter):
         data = pickle.dumps(metadata)
         write_file(self.folder / METADATA, data)
         self.records[METADATA] = hash_blocks(data)
+
+
+def _is_part(item: WriteItem) -> bool:
+    """Whether a tensor is in several parts, of which this is one."""
+    about = item.tensor_data
+    return about is not None and about.chunk.sizes != about.size
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -9,17 +9,40 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from fxzero.checkpoint import large_pages
 
 LARGE = (3, 1 << 20)
 
 
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """One tensor."""
+    return large_pages.empty({"it": (torch.Size(shape), dtype)})["it"]
+
+
+def test_small_ones_share_large_pages() -> None:
+    """Each begins where torch's would, and is written by itself; they live without each other."""
+    forms = {
+        str(i): (torch.Size((i, 99)), dtype)
+        for i in range(200)
+        for dtype in (torch.float32, torch.bool, torch.bfloat16)[i % 3 :]
+    }
+    found = large_pages.empty(forms)
+    for i, tensor in enumerate(found.values()):
+        assert tensor.data_ptr() % 64 == 0
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        tensor.fill_(i % 2)
+    for i, name in enumerate(forms):
+        assert (found[name].shape, found[name].dtype) == forms[name]
+        assert bool((found.pop(name) == i % 2).all())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("shape", [LARGE, (2, 3), (), (0, 4)])
 def test_it_is_what_torch_makes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """It holds what is written, is contiguous, and lives as long as somebody has it."""
-    tensor = large_pages.empty(shape, dtype)
+    tensor = empty(shape, dtype)
     assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (torch.Size(shape), dtype, True)
     wanted = torch.randint(0, 2, shape).to(dtype)
     tensor.copy_(wanted)
@@ -30,7 +53,8 @@ def test_it_is_what_torch_makes(shape: tuple[int, ...], dtype: torch.dtype) -> N
 
 def test_each_has_a_storage_of_its_own() -> None:
     """So that one of them that is saved, or copied, is saved alone."""
-    first, second = (large_pages.empty(LARGE, torch.float32).fill_(i) for i in range(2))
+    found = large_pages.empty({name: (torch.Size(LARGE), torch.float32) for name in "ab"})
+    first, second = (found[name].fill_(i) for i, name in enumerate("ab"))
     assert first.untyped_storage().nbytes() == first.nbytes
     assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
     file = io.BytesIO()
@@ -49,10 +73,10 @@ def test_a_system_without_them_gives_the_usual_memory(monkeypatch: pytest.Monkey
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(mmap, "mmap", Refuses)
-    assert large_pages.empty(LARGE, torch.float32).fill_(1).sum() == 3 << 20
+    assert empty(LARGE, torch.float32).fill_(1).sum() == 3 << 20
     assert asked == [True]
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
-    assert large_pages.empty(LARGE, torch.float32).fill_(1).sum() == 3 << 20
+    assert empty(LARGE, torch.float32).fill_(1).sum() == 3 << 20
     assert asked == [True]
 
 
@@ -71,5 +95,5 @@ def test_the_system_gives_large_pages() -> None:
         return int(line.split()[1])
 
     before = large_kib()
-    tensor = large_pages.empty((16 << 20,), torch.float32).fill_(1)
+    tensor = empty((16 << 20,), torch.float32).fill_(1)
     assert large_kib() - before >= 60 << 10, tensor.shape

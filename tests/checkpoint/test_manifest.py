@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -86,9 +87,26 @@ def test_one_of_whose_bytes_one_was_changed_is_refused_or_says_the_same() -> Non
             assert found == written() or str(PATH) in str(found)
 
 
+def test_of_the_first_version() -> None:
+    """Its blocks have SHA-256."""
+    block = hashlib.sha256(b"abc").hexdigest()
+    files = {"__0_0.distcp": {"bytes": 3, "blocks": [block]}}
+    content = {**content_of(written()), "format": "fxzero checkpoint 1", "files": files}
+    (record,) = Manifest.from_bytes(signed(content), PATH).files.values()
+    assert record.is_block(0, b"abc")
+    assert not record.is_block(0, b"abd")
+
+
+def test_a_hash_that_is_no_text() -> None:
+    """Whoever wrote it."""
+    files = {"__0_0.distcp": {"bytes": 3, "blocks": [3]}}
+    with pytest.raises(CheckpointError, match="is not whole"):
+        Manifest.from_bytes(signed({**content_of(written()), "files": files}), PATH)
+
+
 def test_of_another_version() -> None:
     """It says so, and what to do."""
-    content = {**content_of(written()), "format": "fxzero checkpoint 2"}
+    content = {**content_of(written()), "format": "fxzero checkpoint 3"}
     with pytest.raises(CheckpointError, match=r"another version.*fxzero that wrote it"):
         Manifest.from_bytes(signed(content), PATH)
 

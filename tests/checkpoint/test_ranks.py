@@ -15,6 +15,9 @@ from torch.optim import Optimizer
 
 import fxzero
 from fxzero.checkpoint import saving
+from fxzero.checkpoint.blocks import CheckedFile
+from fxzero.checkpoint.folder import read_manifest
+from fxzero.checkpoint.manifest import file_of_rank
 from fxzero.errors import CheckpointError
 from tests.checkpoint.runs import Counting, bits, hidden, visible
 from tests.parity.harness import Pools
@@ -461,7 +464,7 @@ def test_a_part_that_one_rank_cannot_take_is_an_error_on_all(ranks: Pools, tmp_p
     ranks(2, timeout_s=60).run(one_cannot_take, tmp_path)
 
 
-@pytest.mark.parametrize("what", ["model", "optimizer"])
+@pytest.mark.parametrize("what", ["model", "optimizer", "optimizer in place"])
 def test_a_model_of_one_rank_that_takes_nothing_is_an_error_on_all(
     ranks: Pools, tmp_path: Path, what: str
 ) -> None:
@@ -473,10 +476,23 @@ class RefusedError(RuntimeError):
     """What a model, or an optimizer, has against a state."""
 
 
+class LoadsInPlace(torch.optim.AdamW):
+    """Keeps the tensors that it has, and copies into them."""
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Any) -> None:
+        own = self.state_dict()["state"]
+        for index, values in state_dict["state"].items():
+            for key, value in values.items():
+                own[index][key].copy_(value)
+        raise RefusedError("not this one")
+
+
 def one_refuses(folder: Path, what: str) -> None:
     """Job: rank 1 has a hook that raises, in the last moment."""
     model = fxzero.shard(Odd(), zero=3)
-    optimizer = torch.optim.AdamW(trainable(model), 0.1)
+    kind = LoadsInPlace if what == "optimizer in place" else torch.optim.AdamW
+    optimizer = kind(trainable(model), 0.1)
     counter = Broken(takes=True)
     state = fxzero.TrainState(model, optimizer, loader=counter)
     step_once(model, optimizer)
@@ -488,7 +504,7 @@ def one_refuses(folder: Path, what: str) -> None:
     def refuse(*_: Any) -> None:
         raise RefusedError("not this one")
 
-    if dist.get_rank() == 1:
+    if dist.get_rank() == 1 and kind is torch.optim.AdamW:
         owner: Any = model if what == "model" else optimizer
         owner.register_load_state_dict_pre_hook(refuse)
     with pytest.raises(CheckpointError, match=r"not this one"):
@@ -496,6 +512,42 @@ def one_refuses(folder: Path, what: str) -> None:
     after = bits(model.state_dict()), bits(optimizer.state_dict()), counter.state_dict()
     assert after == before
     step_once(model, optimizer)  # and all of them go on together
+
+
+def test_a_rank_reads_little_of_the_others_files(ranks: Pools, tmp_path: Path) -> None:
+    """What one rank writes for all, such as counts of steps, is together: files are read by blocks,
+    and it was once in between everything else."""
+    ranks(2, timeout_s=60).run(reads_little, tmp_path)
+
+
+def reads_little(folder: Path) -> None:
+    """Job: 12 MiB of parameters a rank, and twice as much state."""
+    model = fxzero.shard(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6))), zero=3)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    state = fxzero.TrainState(model, optimizer, rng=False)
+    fxzero.checkpoint.save(state, folder, step=1).wait()
+    blocks: list[tuple[str, int]] = []
+    read = CheckedFile._read
+
+    def counted(self: CheckedFile, number: int, buffer: bytearray) -> memoryview:
+        blocks.append((self.path.name, number))
+        return read(self, number, buffer)
+
+    CheckedFile._read = counted  # type: ignore[method-assign]
+    try:
+        fxzero.checkpoint.load(state, folder)
+    finally:
+        CheckedFile._read = read  # type: ignore[method-assign]
+    rank = dist.get_rank()
+    own, others = (
+        sum(name == file_of_rank(which) for name, _ in blocks) for which in (rank, 1 - rank)
+    )
+    written = read_manifest(folder / "step-0000000001").files[file_of_rank(rank)]
+    assert own == written.num_blocks >= 4
+    assert others <= 1
 
 
 def one_cannot_take(folder: Path) -> None:

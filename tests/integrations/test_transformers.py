@@ -126,8 +126,8 @@ def test_bf16_counts_tokens_in_whole_numbers(ranks: Pools, tmp_path: Path) -> No
 def test_optimizers_that_trainer_makes_are_right_on_shards(
     ranks: Pools, tmp_path: Path, name: str
 ) -> None:
-    # RMSprop's first step is lr / sqrt(1 - 0.99) wherever there is a gradient, however small: what a
-    # sum in another order moves of it is ten times as much as under Adam.
+    # RMSprop's first step is lr / sqrt(1 - 0.99) wherever there is a gradient, however small: what
+    # another order of sums moves of it is ten times as much as under Adam.
     rate = {"learning_rate": 5e-6} if name == "rmsprop" else {}
     args = {"optim": name, "max_steps": 6, **rate}
     train_as_ddp(ranks, tmp_path, Run("llama", args=args), 3, 1e-5)

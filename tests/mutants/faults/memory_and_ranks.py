@@ -275,8 +275,29 @@ FAULTS = (
     Fault(
         "ranks keep what another rank's model has refused",
         "fxzero/checkpoint/undo.py",
-        "if name in self._copies:",
-        "if name not in self._copies:",
+        "if name in copies:",
+        "if name not in copies:",
         "tests/checkpoint/test_ranks.py::test_a_model_of_one_rank_that_takes_nothing_is_an_error_on_all[model]",
+    ),
+    Fault(
+        "an optimizer that loads in place is thought to keep what it had",
+        "fxzero/checkpoint/undo.py",
+        "return type(optimizer).load_state_dict is Optimizer.load_state_dict",
+        "return True",
+        "tests/checkpoint/test_ranks.py::test_a_model_of_one_rank_that_takes_nothing_is_an_error_on_all[optimizer in place]",
+    ),
+    Fault(
+        "what a rank writes for all lies between its own parts",
+        "fxzero/checkpoint/writer.py",
+        "sorted(plan.items, key=_is_part)",
+        "list(plan.items)",
+        "tests/checkpoint/test_ranks.py::test_a_rank_reads_little_of_the_others_files",
+    ),
+    Fault(
+        "a block of the first version is compared by another hash",
+        "fxzero/checkpoint/manifest.py",
+        "if len(wanted) == _SHA256_DIGITS:",
+        "if False:",
+        "tests/checkpoint/test_manifest.py::test_of_the_first_version",
     ),
 )
