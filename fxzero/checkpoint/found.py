@@ -68,12 +68,13 @@ class Found:
         self.manifest = whole(manifest_of, path)
         self.step = 0 if self.manifest is None else self.manifest.step
         self.reader = CheckedReader(path, self.manifest)
-        if self.manifest is not None and self.manifest.world_size == ranks.size:
-            self.reader.expect(file_of_rank(ranks.rank))  # in another layout also others
         self.metadata = whole(self.reader.read_metadata)
         self.saved = self.metadata.state_dict_metadata
         data = b"" if self.manifest is None else whole(self.reader.read_file, VALUES)
         self.values = whole(SavedValues, path / VALUES, data, ranks.rank, ranks.size)
+        if self.manifest is not None and self.manifest.world_size == ranks.size:
+            # In another layout others, too. Not before: what was asked for above would wait for it.
+            self.reader.expect(file_of_rank(ranks.rank))
         self.of_ranks = names_of_ranks(self.saved)
         self.left = [f"{name}: as was asked for" for name in sorted(self.leave)]
         """What stays as it was, each with the reason."""

@@ -34,6 +34,8 @@ BLOCK_BYTES = 8 << 20
 _FORMAT = "fxzero checkpoint 2"
 _KNOWN_FORMATS = ("fxzero checkpoint 1", _FORMAT)
 _SHA256_DIGITS = 64
+
+Data = bytes | memoryview
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]*")
 
 
@@ -49,7 +51,7 @@ class FileRecord:
         """How many blocks so many bytes are."""
         return -(-self.bytes // BLOCK_BYTES)
 
-    def is_block(self, number: int, data: bytes | memoryview) -> bool:
+    def is_block(self, number: int, data: Data) -> bool:
         """Whether some bytes are those of a block."""
         wanted = self.blocks[number]
         if len(wanted) == _SHA256_DIGITS:
@@ -123,7 +125,7 @@ def file_of_rank(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def block_hash(data: bytes | memoryview = b"") -> xxhash.xxh3_128:
+def block_hash(data: Data = b"") -> xxhash.xxh3_128:
     """What blocks are hashed with, begun with some bytes."""
     return xxhash.xxh3_128(data)
 

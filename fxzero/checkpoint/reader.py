@@ -40,6 +40,8 @@ from fxzero.errors import CheckpointError
 _THREADS = 2
 _EXPECTED_BYTES = 1 << 30
 """Of a file, what is read ahead: what a disk gives while it is found out what is wanted."""
+_AT_ONCE_BYTES = 1 << 20
+"""Linux reads no more for one request."""
 _OF_OWN = "ranks."
 """What is before the names of tensors that each rank has for itself: ``ranks.1.model.…``."""
 _HEAD_BYTES = 4096
@@ -195,7 +197,9 @@ def _begin_to_read(path: Path) -> None:
     if not hasattr(os, "posix_fadvise"):
         return
     with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, _EXPECTED_BYTES, os.POSIX_FADV_WILLNEED)
+        end = min(os.fstat(file.fileno()).st_size, _EXPECTED_BYTES)
+        for begin in range(0, end, _AT_ONCE_BYTES):
+            os.posix_fadvise(file.fileno(), begin, _AT_ONCE_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def _check_archive(part: Part, path: Path) -> None:

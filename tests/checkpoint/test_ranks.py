@@ -464,7 +464,7 @@ def test_a_part_that_one_rank_cannot_take_is_an_error_on_all(ranks: Pools, tmp_p
     ranks(2, timeout_s=60).run(one_cannot_take, tmp_path)
 
 
-@pytest.mark.parametrize("what", ["model", "optimizer", "optimizer in place"])
+@pytest.mark.parametrize("what", ["model", "optimizer", "in_place"])
 def test_a_model_of_one_rank_that_takes_nothing_is_an_error_on_all(
     ranks: Pools, tmp_path: Path, what: str
 ) -> None:
@@ -491,7 +491,7 @@ class LoadsInPlace(torch.optim.AdamW):
 def one_refuses(folder: Path, what: str) -> None:
     """Job: rank 1 has a hook that raises, in the last moment."""
     model = fxzero.shard(Odd(), zero=3)
-    kind = LoadsInPlace if what == "optimizer in place" else torch.optim.AdamW
+    kind = LoadsInPlace if what == "in_place" else torch.optim.AdamW
     optimizer = kind(trainable(model), 0.1)
     counter = Broken(takes=True)
     state = fxzero.TrainState(model, optimizer, loader=counter)

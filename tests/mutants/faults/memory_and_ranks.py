@@ -284,7 +284,7 @@ FAULTS = (
         "fxzero/checkpoint/undo.py",
         "return type(optimizer).load_state_dict is Optimizer.load_state_dict",
         "return True",
-        "tests/checkpoint/test_ranks.py::test_a_model_of_one_rank_that_takes_nothing_is_an_error_on_all[optimizer in place]",
+        "tests/checkpoint/test_ranks.py::test_a_model_of_one_rank_that_takes_nothing_is_an_error_on_all[in_place]",
     ),
     Fault(
         "what a rank writes for all lies between its own parts",
