@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ from fxzero.checkpoint.manifest import (
     hash_blocks,
 )
 from fxzero.errors import CheckpointError
+
+_SMALL_BYTES = 64 << 10
+"""Of a tensor that one rank writes for all: a thousand of them are eight blocks."""
 
 
 class HashedFile(io.RawIOBase):
@@ -128,6 +132,20 @@ class CopiesPlanner(DefaultSavePlanner):
             self._copies[index.fqn] if index.fqn in self._copies else super().lookup_object(index)
         )
 
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Who writes what: of what several ranks have, each the part that balances their files; but
+        one of them what is small, as every rank will read it, a block of each file that has any."""
+        first: dict[MetadataIndex, int] = {}
+        for rank, plan in enumerate(all_plans):
+            for item in filter(_is_small, plan.items):
+                first.setdefault(item.index, rank)
+        plans = [
+            replace(plan, items=[i for i in plan.items if first.get(i.index, rank) == rank])
+            for rank, plan in enumerate(all_plans)
+        ]
+        found: tuple[list[SavePlan], Metadata] = super().create_global_plan(plans)
+        return found
+
 
 class HashingWriter(FileSystemWriter):
     """Writes a checkpoint's files, and knows their hashes.
@@ -202,6 +220,12 @@ def _is_part(item: WriteItem) -> bool:
     """Whether a tensor is in several parts, of which this is one."""
     about = item.tensor_data
     return about is not None and about.chunk.sizes != about.size
+
+
+def _is_small(item: WriteItem) -> bool:
+    """Whether it is no more to write than to see who writes least."""
+    size = item.tensor_storage_size()
+    return size is not None and size <= _SMALL_BYTES and not _is_part(item)
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -515,8 +515,8 @@ def one_refuses(folder: Path, what: str) -> None:
 
 
 def test_a_rank_reads_little_of_the_others_files(ranks: Pools, tmp_path: Path) -> None:
-    """What one rank writes for all, such as counts of steps, is together: files are read by blocks,
-    and it was once in between everything else."""
+    """What is written for all, such as counts of steps, is together in one rank's file: files are
+    read by blocks, and it was once in between everything else in all of them."""
     ranks(2, timeout_s=60).run(reads_little, tmp_path)
 
 
@@ -547,7 +547,7 @@ def reads_little(folder: Path) -> None:
     )
     written = read_manifest(folder / "step-0000000001").files[file_of_rank(rank)]
     assert own == written.num_blocks >= 4
-    assert others <= 1
+    assert others == (1 if rank == 1 else 0)  # one of them writes all of it
 
 
 def one_cannot_take(folder: Path) -> None:
