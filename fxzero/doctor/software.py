@@ -48,6 +48,7 @@ LIBRARIES = (
     Wanted("hydra-core", (1, 3), (1, 4)),
     Wanted("networkx", (3, 2)),
     Wanted("numpy", (1, 26)),
+    Wanted("xxhash", (3, 4)),
     Wanted("typer", (0, 15), extra="cli"),
     Wanted("rich", (13,), extra="cli"),
     Wanted(

@@ -16,6 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+def test_nothing_that_is_needed_is_left_out() -> None:
+    """Of what pip installs with it."""
+    names = [re.split(r"[><=;]", line)[0] for line in PROJECT["dependencies"]]
+    assert set(names) <= {wanted.name for wanted in (TORCH, TRITON, *LIBRARIES)}
+
+
 @pytest.mark.parametrize("wanted", [TORCH, TRITON, *LIBRARIES], ids=lambda wanted: wanted.name)
 def test_ranges_are_those_of_the_project(wanted: Wanted) -> None:
     """Said in both places, as a checkout has no metadata."""
