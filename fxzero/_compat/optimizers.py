@@ -74,6 +74,14 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody wants to be called before or after ``optimizer.load_state_dict()``."""
+    return bool(
+        optimizer._optimizer_load_state_dict_pre_hooks
+        or optimizer._optimizer_load_state_dict_post_hooks
+    )
+
+
 def is_scheduler_counter(function: Callable[..., Any]) -> bool:
     """Whether a learning-rate scheduler has wrapped an optimizer's step, to count."""
     return bool(getattr(function, "_wrapped_by_lr_sched", False))

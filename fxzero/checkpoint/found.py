@@ -116,12 +116,13 @@ class Found:
         self._compare_kinds()
         with without_torch_function():  # a hundred layers have thousands of tensors
             tied_apart = self._tied_apart()
-            wanted = {**self._find_model(), **tied_apart}
+            of_model = {**self._find_model(), **tied_apart}
         self.parts = self._find_parts()
         self.groups = self._find_groups()
         self._refuse_own_of_others()
         kept = self._find_kept()
-        wanted |= {**self._find_optimizer(), **kept}
+        of_optimizer = self._find_optimizer()
+        wanted = {**of_model, **of_optimizer, **kept}
         self._tell_of_rounding()
         forms: dict[str, tuple[torch.Size, torch.dtype]] = {}
         for name, template in wanted.items():
@@ -131,10 +132,9 @@ class Found:
             if fault:
                 raise NotWholeError(f"{self.path}: {name} is not whole: {fault}")
             forms[name] = local_part(template).shape, about.properties.dtype
-        # The optimizer keeps what it is given, and the model copies it.
-        model = {name: form for name, form in forms.items() if name.startswith(self.prefix)}
-        rest = {name: form for name, form in forms.items() if name not in model}
-        self.copies = {**large_pages.empty(model), **large_pages.empty(rest)}
+        # The optimizer keeps what it is given, the model copies it, and of parts nobody knows.
+        for together in (of_model, of_optimizer, *([name] for name in kept)):
+            self.copies |= large_pages.empty({name: forms[name] for name in together})
         # Each rank reads for itself, and what it meets is compared once: `dcp.load` would gather
         # every rank's plan at rank 0 first.
         planner = IntoCopies(self.copies)

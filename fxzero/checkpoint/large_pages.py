@@ -5,7 +5,8 @@
 
 A page of 4 KiB that is touched for the first time costs more than a copy of what it will hold, and
 everything that is loaded arrives in memory of its own. A tensor by itself has few large pages, or
-none: together they have.
+none: together they have. What is small has memory by itself, lest a count of steps, which an
+optimizer keeps where it moves all else to a GPU, keep the whole stretch.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 _LEAST_BYTES = 4 << 20
 """Of a stretch: two large pages, of which one at least is whole wherever the memory begins."""
+_SMALL_BYTES = 64 << 10
 _ALIGNED_BYTES = 64
 """Where a tensor may begin, as torch's own allocator has it."""
 
@@ -33,16 +35,18 @@ def empty(forms: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tens
     places: dict[str, int] = {}
     total = 0
     for name, (shape, dtype) in forms.items():
-        places[name] = total
         num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes <= _SMALL_BYTES:
+            continue
+        places[name] = total
         total += -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
     memory = _stretch(total)
     found = {}
     for name, (shape, dtype) in forms.items():
-        count = math.prod(shape)
-        if memory is None or not count:
+        if memory is None or name not in places:
             found[name] = torch.empty(shape, dtype=dtype)
         else:
+            count = math.prod(shape)
             flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=places[name])
             found[name] = flat.view(shape)
     return found

@@ -15,7 +15,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from fxzero._compat import collecting_only_new_objects
 from fxzero.checkpoint.folder import is_of_others, is_ours, published
 from fxzero.checkpoint.found import Found
 from fxzero.checkpoint.ranks import Ranks, all_ranks
@@ -75,17 +74,6 @@ def load(
             in it.
     """
     wait_for_running()
-    with collecting_only_new_objects():
-        return _load(state, folder, step, leave, prefix)
-
-
-def _load(
-    state: TrainState,
-    folder: str | os.PathLike[str],
-    step: int | None,
-    leave: Collection[str] | str,
-    prefix: str | None,
-) -> Loaded | None:
     ranks = all_ranks()
     leave = (leave,) if isinstance(leave, str) else tuple(leave)
     parts = {"optimizer", *state.parts}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fxzero._compat import has_load_hooks
 from fxzero.checkpoint import by_name, large_pages
 from fxzero.checkpoint.staging import local_part
 from fxzero.checkpoint.state import TrainState
@@ -44,9 +45,13 @@ class Before:
         num_bytes = sum(part.nbytes for part in parts.values())
         self._copying: Future[dict[str, Tensor]] | None = None
         if 2 * num_bytes * ranks_here < _available_bytes():
-            with_one = ThreadPoolExecutor(1)
-            self._copying = with_one.submit(_copies_of, parts)
-            with_one.shutdown(wait=False)
+            if all(part.is_cpu for part in parts.values()):
+                with_one = ThreadPoolExecutor(1)
+                self._copying = with_one.submit(_copies_of, parts)
+                with_one.shutdown(wait=False)
+            else:  # behind what is under way on the caller's stream
+                self._copying = Future()
+                self._copying.set_result(_copies_of(parts))
         self._extra = {
             name: copy.deepcopy(value)
             for name, value in by_name.model_state(state.model).items()
@@ -113,10 +118,10 @@ def _copies_of(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _replaces_tensors(optimizer: Optimizer) -> bool:
-    """Whether an optimizer that loads a state dict leaves the tensors of its state as they are."""
-    if "load_state_dict" in vars(optimizer):
-        return False
-    return type(optimizer).load_state_dict is Optimizer.load_state_dict
+    """Whether an optimizer that loads a state dict leaves the tensors of its state as they are: one
+    of torch's own does, and nobody else's code runs meanwhile."""
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    return is_torchs and not has_load_hooks(optimizer) and "load_state_dict" not in vars(optimizer)
 
 
 def _available_bytes() -> float:

@@ -24,9 +24,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def test_small_ones_share_large_pages() -> None:
     """Each begins where torch's would, and is written by itself; they live without each other."""
     forms = {
-        str(i): (torch.Size((i, 99)), dtype)
+        str(i): (torch.Size((i, 999)), (torch.float32, torch.bool, torch.bfloat16)[i % 3])
         for i in range(200)
-        for dtype in (torch.float32, torch.bool, torch.bfloat16)[i % 3 :]
     }
     found = large_pages.empty(forms)
     for i, tensor in enumerate(found.values()):
@@ -36,6 +35,15 @@ def test_small_ones_share_large_pages() -> None:
     for i, name in enumerate(forms):
         assert (found[name].shape, found[name].dtype) == forms[name]
         assert bool((found.pop(name) == i % 2).all())
+
+
+def test_what_is_small_keeps_nothing_else() -> None:
+    """A count of steps that stays, where all beside it is moved elsewhere."""
+    found = large_pages.empty(
+        {"step": (torch.Size(()), torch.float32), "moment": (torch.Size(LARGE), torch.float32)}
+    )
+    begin, end = found["moment"].data_ptr(), found["moment"].data_ptr() + found["moment"].nbytes
+    assert not begin - 4096 <= found["step"].data_ptr() < end + 4096
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])

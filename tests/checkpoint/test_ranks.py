@@ -464,7 +464,7 @@ def test_a_part_that_one_rank_cannot_take_is_an_error_on_all(ranks: Pools, tmp_p
     ranks(2, timeout_s=60).run(one_cannot_take, tmp_path)
 
 
-@pytest.mark.parametrize("what", ["model", "optimizer", "in_place"])
+@pytest.mark.parametrize("what", ["model", "optimizer", "in_place", "hook"])
 def test_a_model_of_one_rank_that_takes_nothing_is_an_error_on_all(
     ranks: Pools, tmp_path: Path, what: str
 ) -> None:
@@ -480,11 +480,10 @@ class LoadsInPlace(torch.optim.AdamW):
     """Keeps the tensors that it has, and copies into them."""
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Any) -> None:
-        own = self.state_dict()["state"]
-        for index, values in state_dict["state"].items():
+    def __setstate__(self, state: Any) -> None:
+        for parameter, values in state.get("state", {}).items():
             for key, value in values.items():
-                own[index][key].copy_(value)
+                self.state[parameter][key].copy_(value)
         raise RefusedError("not this one")
 
 
@@ -504,6 +503,10 @@ def one_refuses(folder: Path, what: str) -> None:
     def refuse(*_: Any) -> None:
         raise RefusedError("not this one")
 
+    if what == "hook" and dist.get_rank() == 0:  # which writes into what is there
+        optimizer.register_load_state_dict_pre_hook(
+            lambda own, _: [v["exp_avg"].zero_() for v in own.state.values()] and None
+        )
     if dist.get_rank() == 1 and kind is torch.optim.AdamW:
         owner: Any = model if what == "model" else optimizer
         owner.register_load_state_dict_pre_hook(refuse)
