@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -677,3 +678,20 @@ def test_a_tensor_of_which_a_part_is_missing(tmp_path: Path, name: str) -> None:
     assert loaded.step == 1
     (why,) = loaded.skipped
     assert f"{name} is not whole: its 0 parts hold 0 of" in why
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_collector_is_as_it_was(tmp_path: Path, is_on: bool) -> None:
+    """Also behind an error."""
+    state = fxzero.TrainState(nn.Linear(3, 3), rng=False)
+    fxzero.checkpoint.save(state, tmp_path, step=1).wait()
+    before = gc.isenabled()
+    try:
+        (gc.enable if is_on else gc.disable)()
+        fxzero.checkpoint.load(state, tmp_path)
+        assert gc.isenabled() == is_on
+        with pytest.raises(CheckpointError):
+            fxzero.checkpoint.load(fxzero.TrainState(nn.Linear(4, 3), rng=False), tmp_path)
+        assert gc.isenabled() == is_on
+    finally:
+        (gc.enable if before else gc.disable)()
