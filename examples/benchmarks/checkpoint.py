@@ -241,8 +241,8 @@ def main(
         shutil.rmtree(ours)
         # The first of each makes its buffers.
         times = {name: median(values[1:]) for name, values in contenders.times.items()}
-        bounds = {"fxzero": "copy", "dcp async": "copy", "load": "read", "dcp load": "read"}
-        bounds["read, kept"] = "read"
+        bounds = dict.fromkeys(("fxzero", "dcp async"), "copy")
+        bounds |= dict.fromkeys(("read, kept", "load", "dcp load"), "read")
         if deepspeed:
             bounds["deepspeed"] = "copy"
         rows: list[dict[str, Any]] = [

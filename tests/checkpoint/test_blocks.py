@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxzero.checkpoint import blocks, manifest, writer
+from fxzero.checkpoint import blocks, manifest, reader, writer
 from fxzero.checkpoint.blocks import CheckedFile, Part
 from fxzero.checkpoint.manifest import hash_blocks
 from fxzero.checkpoint.writer import HashedFile
@@ -140,3 +140,19 @@ def test_files_are_closed(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
             file.close()
             file.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_will_be_wanted_is_asked_for_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it, in order; one that is not there is met by who reads it."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes((3 << 20) + 5))
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda _, begin, size, how: asked.append((begin, size))
+    )
+    reader._begin_to_read(path)
+    assert asked == [(i << 20, 1 << 20) for i in range(4)]
+    reader._begin_to_read(tmp_path / "missing")
+    assert len(asked) == 4
