@@ -1,176 +1,192 @@
-"""Reading a file of a checkpoint by blocks, each of which is checked before anybody sees it.
+"""Reading a file of a checkpoint by blocks, of which each is compared with what was written.
 
-blocks  │ 0 │ 1 │ 2 │ 3 │        read one after another and hashed beside, a few ahead of who reads
-reader       ──────►             a tensor's bytes are copied out of those that are checked
+blocks  │     0     │     1     │     2     │     read one after another, and hashed beside
+pieces    ▓▓▓▓▓▓  ▓▓▓▓▓▓▓                       a disk's bytes go right to where they belong
+            q        k                          what is between them is hashed and forgotten
+
+Who fills memory has it filled with bytes that were checked, or an error, behind which nobody writes
+into it any more.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import threading
-from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import cast
-
-import numpy as np
 
 from fxzero.checkpoint.manifest import BLOCK_BYTES, FileRecord
 from fxzero.errors import CheckpointError
 
+_MOST_AT_ONCE = os.sysconf("SC_IOV_MAX")
+"""Stretches of memory that one read may go to."""
+
 _AHEAD = 4
-"""Blocks that are read before anybody asks for them."""
-_KEPT = 8
+"""Blocks that the system is asked for before they are read. By itself it reads little more than one
+ahead, and a disk waits where this process is late for once; of hundreds of requests at once some
+disks give less than of these."""
+_AT_ONCE_BYTES = 1 << 20
+"""Linux reads no more for one request."""
+
+Piece = tuple[int, memoryview]
+"""Where a stretch of a file begins, and the memory that it goes to."""
 
 
-class _Readable(io.RawIOBase):
-    """Bytes that are read from any place on.
-
-    Args:
-        num_bytes: how many there are.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self._at = 0
-
-    def readable(self) -> bool:
-        """Yes."""
-        return True
-
-    def seekable(self) -> bool:
-        """Yes."""
-        return True
-
-    def tell(self) -> int:
-        """Where the next byte comes from."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go somewhere else."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.num_bytes}[whence]
-        self._at = base + offset
-        return self._at
-
-
-class CheckedFile(_Readable):
+class CheckedFile:
     """A file whose bytes are those that were written.
 
     Args:
         path: the file.
         record: what the manifest says of it.
         pool: threads that read and hash.
-        until: where what is wanted ends, behind which nothing is read ahead.
+
+    Raises:
+        CheckpointError: it cannot be opened.
     """
 
-    def __init__(
-        self, path: Path, record: FileRecord, pool: ThreadPoolExecutor, until: int | None = None
-    ) -> None:
-        super().__init__(record.bytes)
-        self._num_ahead = len(record.blocks) if until is None else -(-until // BLOCK_BYTES)
+    def __init__(self, path: Path, record: FileRecord, pool: ThreadPoolExecutor) -> None:
         self.path = path
         self.record = record
         self._pool = pool
-        self._blocks: OrderedDict[int, Future[memoryview]] = OrderedDict()
         self._reads = threading.Lock()
         """Held by who reads: a disk gives two threads in turn less than it gives one."""
+        self._between = threading.local()
+        """Memory of each thread for what nobody wants of a block."""
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Fill a buffer, as far as the file goes.
+    def __enter__(self) -> CheckedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+    def fill(self, pieces: Iterable[Piece]) -> None:
+        """Fill memory with stretches of the file that do not overlap, in any order.
 
         Raises:
-            CheckpointError: a block is not what was written, or cannot be read.
+            CheckpointError: a block that one of them is in is not what was written, or cannot be
+                read; or one is beyond the end.
         """
-        into = memoryview(buffer).cast("B")
-        filled = 0
-        while filled < len(into) and self._at < self.record.bytes:
-            block, offset = divmod(self._at, BLOCK_BYTES)
-            data = self._block(block)[offset:]
-            count = min(len(data), len(into) - filled)
-            _copy(data[:count], into[filled : filled + count])
-            filled += count
-            self._at += count
-        return filled
+        by_block: dict[int, list[Piece]] = {}
+        for begin, into in sorted((p for p in pieces if len(p[1])), key=lambda p: p[0]):
+            end = begin + len(into)
+            if end > self.record.bytes:
+                raise CheckpointError(
+                    f"{self.path} has {self.record.bytes} bytes, and {begin} to {end} are wanted"
+                )
+            for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+                first = max(begin, block * BLOCK_BYTES)
+                last = min(end, (block + 1) * BLOCK_BYTES)
+                by_block.setdefault(block, []).append((first, into[first - begin : last - begin]))
+        self._read_all([(block, by_block[block]) for block in sorted(by_block)])
 
-    def check(self) -> None:
-        """Read all of it.
+    def check(self, begin: int = 0, end: int | None = None) -> None:
+        """Compare the blocks that a stretch is in, or all.
 
         Raises:
-            CheckpointError: see `readinto`.
+            CheckpointError: see `fill`.
         """
-        for block in range(len(self.record.blocks)):
-            self._block(block)
+        end = self.record.bytes if end is None else min(end, self.record.bytes)
+        blocks = range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+        self._read_all([(block, ()) for block in blocks])
 
-    def _block(self, number: int) -> memoryview:
-        """A block's bytes, until others are asked for."""
-        if number in self._blocks:
-            self._blocks.move_to_end(number)
-        end = min(number + _AHEAD, max(self._num_ahead, number + 1))
-        for ahead in range(number, end):
-            if ahead not in self._blocks:
-                self._blocks[ahead] = self._pool.submit(self._read, ahead, self._buffer())
-        return self._blocks[number].result()
+    def peek(self, begin: int, num_bytes: int) -> bytes:
+        """What is there, compared with nothing: to find out what to ask for.
 
-    def _buffer(self) -> bytearray:
-        """Memory for a block: that of the one which was wanted longest ago, if there are enough."""
-        if len(self._blocks) >= _KEPT:
-            _, oldest = self._blocks.popitem(last=False)
-            with contextlib.suppress(CheckpointError):  # of no interest: nobody has asked for it
-                return cast(bytearray, oldest.result().obj)
-        return bytearray(min(BLOCK_BYTES, self.record.bytes))
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        try:
+            return os.pread(self._file, num_bytes, begin)
+        except OSError as error:
+            raise self._unreadable(error) from error
 
-    def _read(self, number: int, buffer: bytearray) -> memoryview:
+    def _read_all(self, wanted: Sequence[tuple[int, Sequence[Piece]]]) -> None:
+        for block, _ in wanted[:_AHEAD]:
+            self._expect(block)
+        following = [block for block, _ in wanted[_AHEAD:]] + [None] * _AHEAD
+        reads: list[Future[None]] = [
+            self._pool.submit(self._read, block, pieces, then)
+            for (block, pieces), then in zip(wanted, following, strict=False)
+        ]
+        try:
+            for read in reads:
+                read.result()
+        finally:
+            for read in reads:
+                read.cancel()
+            wait(reads)
+
+    def _expect(self, number: int) -> None:
+        """Let the system begin to read a block."""
         begin = number * BLOCK_BYTES
-        data = memoryview(buffer)[: min(BLOCK_BYTES, self.record.bytes - begin)]
+        ask_for(self._file, begin, min(begin + BLOCK_BYTES, self.record.bytes))
+
+    def _read(self, number: int, pieces: Sequence[Piece], then: int | None) -> None:
+        """Read a block to where its pieces go, and compare all of it.
+
+        Args:
+            then: a block that will be read some time after it.
+        """
+        begin = number * BLOCK_BYTES
+        end = min(begin + BLOCK_BYTES, self.record.bytes)
+        into = self._memory(begin, end, pieces)
         try:
             with self._reads:
-                count = os.preadv(self._file, [data], begin)
+                if then is not None:
+                    self._expect(then)
+                count = 0
+                for i in range(0, len(into), _MOST_AT_ONCE):
+                    count += os.preadv(self._file, into[i : i + _MOST_AT_ONCE], begin + count)
         except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
-        if count != len(data) or not self.record.is_block(number, data):
+            raise self._unreadable(error) from error
+        if count != end - begin or not self.record.is_block(number, *into):
             raise CheckpointError(
-                f"{self.path} was changed since it was written: its bytes {begin} to "
-                f"{begin + len(data)} have another hash"
+                f"{self.path} was changed since it was written: its bytes {begin} to {end} have "
+                "another hash"
             )
-        return data
 
-    def close(self) -> None:
-        """Let go of the file, behind those that still read it."""
-        if not self.closed:
-            for block in self._blocks.values():
-                block.cancel()
-            for block in self._blocks.values():
-                if not block.cancelled():
-                    block.exception()
-            self._blocks.clear()
-            os.close(self._file)
-        super().close()
+    def _memory(self, begin: int, end: int, pieces: Sequence[Piece]) -> list[memoryview]:
+        """All that a block goes to: its pieces, and what is between them."""
+        between: memoryview | None = getattr(self._between, "memory", None)
+        if between is None:
+            between = self._between.memory = memoryview(bytearray(BLOCK_BYTES))
+        found = []
+        for first, into in (*pieces, (end, between[:0])):
+            if first > begin:
+                found.append(between[: first - begin])
+                between = between[first - begin :]
+            if len(into):
+                found.append(into)
+            begin = first + len(into)
+        return found
+
+    def _unreadable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self.path} cannot be read: {error.strerror}")
 
 
-def _copy(data: memoryview, into: memoryview) -> None:
-    """Copy bytes, beside which other threads run: a memoryview would hold them up."""
-    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
+def ask_for(file: int, begin: int, end: int) -> None:
+    """Let the system begin to read a stretch of a file, where it can."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for at in range(begin, end, _AT_ONCE_BYTES):
+        with contextlib.suppress(OSError):  # which whoever reads it will meet
+            os.posix_fadvise(file, at, min(_AT_ONCE_BYTES, end - at), os.POSIX_FADV_WILLNEED)
 
 
-class Part(_Readable):
-    """A stretch of a file, as a file of its own."""
+def ask_in_turn(file: int, end: int) -> None:
+    """Let the system read the begin of a file, a block at a time and one ahead: whoever wants the
+    last byte of a block waits for it.
 
-    def __init__(self, file: CheckedFile | io.FileIO, begin: int, num_bytes: int) -> None:
-        super().__init__(num_bytes)
-        self._file = file
-        self._begin = begin
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Fill a buffer, as far as the stretch goes."""
-        into = memoryview(buffer).cast("B")
-        into = into[: max(self.num_bytes - self._at, 0)]
-        self._file.seek(self._begin + self._at)
-        count = self._file.readinto(into) or 0
-        self._at += count
-        return count
+    Raises:
+        OSError: it cannot be read.
+    """
+    for begin in range(0, end, BLOCK_BYTES):
+        ask_for(file, begin, min(begin + BLOCK_BYTES, end))
+        if begin:
+            os.pread(file, 1, begin - 1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +106,11 @@ class Found:
         self.state_values: dict[str, dict[str, Any]] = {}
         """What is no tensor of its state, by parameter."""
 
-    def read(self) -> None:
+    def read(self, meanwhile: Callable[[], None] | None = None) -> None:
         """Read and check all that this rank needs, into memory of its own.
+
+        Args:
+            meanwhile: begins with what else is to be done, once it is known what is read.
 
         Raises:
             NotWholeError: something was changed, or is not there.
@@ -141,6 +144,8 @@ class Found:
         planner.set_up_planner(wanted, self.metadata, is_coordinator=True)
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         plan = self.reader.prepare_local_plan(planner.create_local_plan())
+        if meanwhile is not None:
+            meanwhile()
         whole(self.reader.read_data, plan, planner)
         by_place = {
             name: _like(self.copies[self._name(f"parts.{name}")], template)

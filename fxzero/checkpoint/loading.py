@@ -111,7 +111,7 @@ def _load(
     before = None
     for path in _candidates(folder, step, ranks):
         before = before or _before(state, ranks)
-        found = _read(path, state, ranks, leave, prefix)
+        found = _read(path, state, ranks, leave, prefix, before)
         if isinstance(found, NotWholeError):
             skipped.append(str(found))
             continue
@@ -157,7 +157,12 @@ def _candidates(folder: Path, step: int | None, ranks: Ranks) -> list[Path]:
 
 
 def _read(
-    path: Path, state: TrainState, ranks: Ranks, leave: Collection[str], prefix: str | None
+    path: Path,
+    state: TrainState,
+    ranks: Ranks,
+    leave: Collection[str],
+    prefix: str | None,
+    before: Before | None,
 ) -> Found | NotWholeError:
     """Read a checkpoint, on all ranks. A collective.
 
@@ -171,7 +176,7 @@ def _read(
     error: Exception | None = None
     try:
         found = Found(path, state, ranks, leave, prefix)
-        found.read()
+        found.read(None if before is None else before.copy)
     except Exception as met:
         error = met
     broken = ranks.gather(str(error) if isinstance(error, NotWholeError) else None)

@@ -51,12 +51,13 @@ class FileRecord:
         """How many blocks so many bytes are."""
         return -(-self.bytes // BLOCK_BYTES)
 
-    def is_block(self, number: int, data: Data) -> bool:
-        """Whether some bytes are those of a block."""
+    def is_block(self, number: int, *data: Data) -> bool:
+        """Whether some bytes, in one piece or in several, are those of a block."""
         wanted = self.blocks[number]
-        if len(wanted) == _SHA256_DIGITS:
-            return hashlib.sha256(data).hexdigest() == wanted
-        return block_hash(data).hexdigest() == wanted
+        hashed = hashlib.sha256() if len(wanted) == _SHA256_DIGITS else block_hash()
+        for piece in data:
+            hashed.update(piece)
+        return hashed.hexdigest() == wanted
 
 
 @dataclass(frozen=True)

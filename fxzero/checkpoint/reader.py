@@ -1,11 +1,9 @@
 """Reading a checkpoint's tensors: of ours each byte is checked and none unpickled.
 
-A tensor in a file of torch.distributed.checkpoint is a zip archive, as `torch.save` writes it: a
-pickle that says what it is, and its bytes, uncompressed, as the entry ``data/0``. What it is, the
-checkpoint's metadata say too, and ours are dense: the bytes are read past the pickle.
-
     .metadata       read by an unpickler that makes nothing but metadata
     __0_0.distcp    h.0.attn.weight, rows 0 to 15   ──►  the rows that this rank has of it now
+
+What a tensor is the metadata say, and ours are dense: its bytes go from the file right into memory.
 
 Checkpoints of others (FSDP2's, of `dcp.save`) have no manifest: theirs are read by torch's own
 restricted unpickler (`torch.load(weights_only=True)`), behind a look at the archives' own
@@ -16,8 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import struct
-import zipfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,27 +24,29 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from fxzero._compat import read_metadata
-from fxzero.checkpoint.blocks import CheckedFile, Part
+from fxzero._compat import read_metadata, without_torch_function
+from fxzero.checkpoint.archives import fault_of_archive
+from fxzero.checkpoint.blocks import CheckedFile, ask_in_turn
 from fxzero.checkpoint.manifest import METADATA, Manifest
+from fxzero.checkpoint.together import Archive, Together
 from fxzero.errors import CheckpointError
 
 _THREADS = 2
-_EXPECTED_BYTES = 1 << 30
+_EXPECTED_BYTES = 256 << 20
 """Of a file, what is read ahead: what a disk gives while it is found out what is wanted."""
-_AT_ONCE_BYTES = 1 << 20
-"""Linux reads no more for one request."""
 _OF_OWN = "ranks."
 """What is before the names of tensors that each rank has for itself: ``ranks.1.model.…``."""
-_HEAD_BYTES = 4096
-"""Of an archive, in which the entries before a tensor's bytes are: some hundred bytes."""
-_ENTRY = b"PK\x03\x04"
-_ENTRY_BYTES = 30
-"""Of the header of an archive's entry; its last four are the lengths of what follows."""
 
 
 class CheckedReader(FileSystemReader):
@@ -86,7 +84,7 @@ class CheckedReader(FileSystemReader):
         record = self._record(name)
         with ThreadPoolExecutor(_THREADS) as pool, CheckedFile(path, record, pool) as file:
             data = bytearray(record.bytes)
-            file.readinto(memoryview(data))
+            file.fill([(0, memoryview(data))])
         return bytes(data)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -119,10 +117,7 @@ class CheckedReader(FileSystemReader):
                 by_file.setdefault(place.relative_path, []).append(item)
             with ThreadPoolExecutor(_THREADS) as pool:
                 for name, items in by_file.items():
-                    record = self._record(name)
-                    places = [self.storage_data[item.storage_index] for item in items]
-                    until = min(max(p.offset + p.length for p in places), record.bytes)
-                    with CheckedFile(self.folder / name, record, pool, until) as file:
+                    with CheckedFile(self.folder / name, self._record(name), pool) as file:
                         self._read_items(file, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
@@ -141,26 +136,19 @@ class CheckedReader(FileSystemReader):
         by_place: dict[MetadataIndex, list[ReadItem]] = {}
         for item in items:
             by_place.setdefault(item.storage_index, []).append(item)
+        together = Together(file)
+        found: list[tuple[ReadItem, Tensor]] = []
         for index in sorted(by_place, key=lambda index: places[index].offset):
             place = places[index]
-            part = Part(file, place.offset, place.length)
-            stored = self._stored(index)
-            dtype, sizes = stored
+            archive = Archive(place.offset, place.length, *self._stored(index))
             for item in by_place[index]:
                 target = planner.resolve_tensor(item)
-                whole = item.lengths == torch.Size(sizes)
-                if whole and target.dtype is dtype and target.is_contiguous() and target.is_cpu:
-                    _read_tensor(part, target, file.path)
-                else:
-                    tensor = torch.empty(sizes, dtype=dtype)
-                    _read_tensor(part, tensor, file.path)
-                    for dim, (start, length) in enumerate(
-                        zip(item.storage_offsets, item.lengths, strict=True)
-                    ):
-                        tensor = tensor.narrow(dim, start, length)
-                    target.copy_(tensor)
-                self.num_bytes += target.nbytes
-                planner.commit_tensor(item, target)
+                together.add(archive, item, target)
+                found.append((item, target))
+        together.read()
+        for item, target in found:
+            self.num_bytes += target.nbytes
+            planner.commit_tensor(item, target)
 
     def _stored(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size]:
         """The dtype and the sizes of a part that was written."""
@@ -184,8 +172,10 @@ class CheckedReader(FileSystemReader):
         places = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
         try:
             for place in places.values():
-                with open(self.folder / place.relative_path, "rb", buffering=0) as file:
-                    _check_archive(Part(file, place.offset, place.length), Path(file.name))
+                path = self.folder / place.relative_path
+                fault = fault_of_archive(path, place.offset, place.length)
+                if fault:
+                    raise CheckpointError(f"{path} {fault}")
             super().read_data(plan, planner)
         except CheckpointError:
             raise
@@ -194,54 +184,8 @@ class CheckedReader(FileSystemReader):
 
 
 def _begin_to_read(path: Path) -> None:
-    if not hasattr(os, "posix_fadvise"):
-        return
     with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
-        end = min(os.fstat(file.fileno()).st_size, _EXPECTED_BYTES)
-        for begin in range(0, end, _AT_ONCE_BYTES):
-            os.posix_fadvise(file.fileno(), begin, _AT_ONCE_BYTES, os.POSIX_FADV_WILLNEED)
-
-
-def _check_archive(part: Part, path: Path) -> None:
-    """Compare an archive's entries with the checksums that are beside them: torch does not."""
-    try:
-        with zipfile.ZipFile(part) as archive:
-            wrong = archive.testzip()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-        raise CheckpointError(f"{path} holds no tensor where one should be ({error})") from error
-    if wrong is not None:
-        raise CheckpointError(
-            f"{path} was changed since it was written: {wrong} has another checksum"
-        )
-
-
-def _read_tensor(part: Part, target: Tensor, path: Path) -> None:
-    """Read a tensor's bytes past the pickle that is beside them."""
-    if not target.numel():
-        return
-    begin = _begin_of_bytes(part)
-    if begin is None or begin + target.nbytes > part.num_bytes:
-        raise CheckpointError(
-            f"{path} holds no tensor of {target.nbytes} bytes where one should be"
-        )
-    part.seek(begin)
-    into = memoryview(target.view(-1).view(torch.uint8).numpy().data)
-    assert part.readinto(into) == target.nbytes
-
-
-def _begin_of_bytes(part: Part) -> int | None:
-    """Where in an archive its entry ``data/0`` has its bytes: behind the entry's header, its name
-    and what fills up to the next 64 bytes. (APPNOTE.TXT, 4.3.7)"""
-    part.seek(0)
-    head = part.read(_HEAD_BYTES)
-    found = head.find(_ENTRY)
-    while found >= 0:
-        begin = found + _ENTRY_BYTES
-        name_bytes, extra_bytes = struct.unpack_from("<HH", head, begin - 4)
-        if head[begin : begin + name_bytes].endswith(b"/data/0"):
-            return begin + name_bytes + extra_bytes
-        found = head.find(_ENTRY, found + 1)
-    return None
+        ask_in_turn(file.fileno(), min(os.fstat(file.fileno()).st_size, _EXPECTED_BYTES))
 
 
 class IntoCopies(DefaultLoadPlanner):
@@ -256,6 +200,26 @@ class IntoCopies(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._copies = copies
 
+    def create_local_plan(self) -> LoadPlan:
+        """Plan as torch's own planner does, which computes for every tensor anew how it lies over
+        the ranks, and with which of all ranks' parts its own overlaps. Most lie as some other does,
+        and most parts are one of those that were written."""
+        layouts: dict[object, list[ChunkStorageMetadata]] = {}
+        items: list[ReadItem] = []
+        assert self.metadata is not None
+        with without_torch_function():
+            for name, tensor in self.state_dict.items():
+                about = self.metadata.state_dict_metadata[name]
+                assert isinstance(about, TensorStorageMetadata), name
+                assert about.size == tensor.shape, (name, about.size, tensor.shape)
+                is_sharded = isinstance(tensor, DTensor)
+                over = (tensor.device_mesh, tensor.placements) if is_sharded else None
+                key = over, tensor.shape
+                if key not in layouts:
+                    layouts[key] = _parts_here(tensor)
+                items += _read_items(name, about, layouts[key])
+        return LoadPlan(items)
+
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """The copy of a tensor."""
         return self._copies[index.fqn]
@@ -263,6 +227,37 @@ class IntoCopies(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         """Nothing that is pickled is ever asked for."""
         assert read_item.type is not LoadItemType.BYTE_IO, read_item
+
+
+def _parts_here(tensor: Tensor) -> list[ChunkStorageMetadata]:
+    """What this rank has of a tensor: nothing of one that is on a mesh without it."""
+    if not isinstance(tensor, DTensor):
+        return [ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)]
+    if tensor.device_mesh.get_coordinate() is None:
+        return []
+    parts: list[ChunkStorageMetadata] = tensor.__create_chunk_list__()
+    return parts
+
+
+def _read_items(
+    name: str, about: TensorStorageMetadata, parts: list[ChunkStorageMetadata]
+) -> list[ReadItem]:
+    """What to read for some parts of a tensor."""
+    if len(parts) != 1 or parts[0] not in about.chunks:
+        return create_read_items_for_chunk_list(name, about, parts)
+    (part,) = parts
+    number = about.chunks.index(part)
+    none = torch.Size([0] * len(part.sizes))
+    return [
+        ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=MetadataIndex(name, part.offsets, 0),
+            dest_offsets=none,
+            storage_index=MetadataIndex(name, part.offsets, number),
+            storage_offsets=none,
+            lengths=part.sizes,
+        )
+    ]
 
 
 def names_of_ranks(saved: Mapping[str, Any]) -> dict[str, dict[int, str]]:

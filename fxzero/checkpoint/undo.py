@@ -29,8 +29,7 @@ _NAMES = ("params",)
 
 
 class Before:
-    """A model and its optimizer as they are now, of which a thread makes the copies: a rank that
-    reads waits for its disk.
+    """A model and its optimizer as they are now.
 
     Args:
         state: of which the parts are left alone.
@@ -41,17 +40,10 @@ class Before:
         self._state = state
         optimizer = state.optimizer
         self._keeps_tensors = optimizer is not None and _replaces_tensors(optimizer)
-        parts = {name: local_part(tensor) for name, tensor in self._changing().items()}
-        num_bytes = sum(part.nbytes for part in parts.values())
+        self._parts = {name: local_part(tensor) for name, tensor in self._changing().items()}
+        num_bytes = sum(part.nbytes for part in self._parts.values())
+        self._has_room = 2 * num_bytes * ranks_here < _available_bytes()
         self._copying: Future[dict[str, Tensor]] | None = None
-        if 2 * num_bytes * ranks_here < _available_bytes():
-            if all(part.is_cpu for part in parts.values()):
-                with_one = ThreadPoolExecutor(1)
-                self._copying = with_one.submit(_copies_of, parts)
-                with_one.shutdown(wait=False)
-            else:  # behind what is under way on the caller's stream
-                self._copying = Future()
-                self._copying.set_result(_copies_of(parts))
         self._extra = {
             name: copy.deepcopy(value)
             for name, value in by_name.model_state(state.model).items()
@@ -69,10 +61,26 @@ class Before:
             for parameter, own in known.items()
         }
 
+    def copy(self) -> None:
+        """Begin with the copies, once, in a thread: a rank that reads waits for its disk."""
+        if not self._has_room or self._copying is not None:
+            return
+        if all(part.is_cpu for part in self._parts.values()):
+            with_one = ThreadPoolExecutor(1)
+            self._copying = with_one.submit(_copies_of, self._parts)
+            with_one.shutdown(wait=False)
+        else:  # behind what is under way on the caller's stream
+            self._copying = Future()
+            try:
+                self._copying.set_result(_copies_of(self._parts))
+            except Exception as error:
+                self._copying.set_exception(error)
+
     def wait(self) -> None:
         """Until all of it is kept: nothing may be changed before."""
         if self._copying is not None and self._copying.exception() is not None:
-            self._copying = None  # no reason not to load
+            self._copying = None  # no reason not to load, and none to try again
+            self._has_room = False
 
     def restore(self) -> bool:
         """Let everything be as it was; false if there was no room to keep it."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import io
+import itertools
 import os
-from collections.abc import Iterator
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxzero.checkpoint import blocks, manifest, reader, writer
-from fxzero.checkpoint.blocks import CheckedFile, Part
+from fxzero.checkpoint.blocks import CheckedFile
 from fxzero.checkpoint.manifest import hash_blocks
 from fxzero.checkpoint.writer import HashedFile
 from fxzero.errors import CheckpointError
@@ -50,39 +53,62 @@ def test_what_is_written_in_pieces_has_the_hashes_of_the_whole(tmp_path: Path) -
     assert (tmp_path / "file").read_bytes() == data
 
 
+def read(file: CheckedFile, begin: int, size: int) -> bytes:
+    """A stretch of a file."""
+    data = bytearray(size)
+    file.fill([(begin, memoryview(data))])
+    return bytes(data)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     size=st.integers(0, 1500),
-    reads=st.lists(st.tuples(st.integers(0, 1600), st.integers(0, 400)), max_size=8),
+    cuts=st.lists(st.integers(0, 1500), max_size=12),
+    at_once=st.integers(1, 5),
+    order=st.randoms(),
 )
-def test_any_stretch_reads_as_from_the_file(
+def test_stretches_are_as_in_the_file(
     pool: ThreadPoolExecutor,
     tmp_path_factory: pytest.TempPathFactory,
     size: int,
-    reads: list[tuple[int, int]],
+    cuts: list[int],
+    at_once: int,
+    order: random.Random,
 ) -> None:
-    """In any order, beyond the end too."""
+    """In any order, of any length, and what is between them is left out; also by more reads than
+    one, where the system takes fewer stretches at once."""
     path = tmp_path_factory.getbasetemp() / "any"
     data = os.urandom(size)
     path.write_bytes(data)
-    with CheckedFile(path, hash_blocks(data), pool) as file:
-        for begin, length in reads:
-            file.seek(begin)
-            assert file.read(length) == data[begin : begin + length]
-            part, plain = Part(file, begin, length), io.BytesIO(data[begin : begin + length])
-            for offset in (length // 2, 0, length // 3):
-                part.seek(offset)
-                plain.seek(offset)
-                assert part.read(7) == plain.read(7)
-            part.seek(0)
-            plain.seek(0)
-            assert part.read() == plain.read()
+    ends = sorted(min(cut, size) for cut in cuts)
+    spans = list(itertools.pairwise(ends))[::2]
+    order.shuffle(spans)
+    found = [bytearray(end - begin) for begin, end in spans]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        CheckedFile(path, hash_blocks(data), pool) as file,
+    ):
+        patch.setattr(blocks, "_MOST_AT_ONCE", at_once)
+        file.fill([(span[0], memoryview(into)) for span, into in zip(spans, found, strict=True)])
+        file.check()
+    assert found == [data[begin:end] for begin, end in spans]
+
+
+def test_beyond_the_end(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
+    """It says what there is and what was wanted."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100))
+    with (
+        CheckedFile(path, hash_blocks(bytes(100)), pool) as file,
+        pytest.raises(CheckpointError, match="has 100 bytes, and 90 to 101 are wanted"),
+    ):
+        read(file, 90, 11)
 
 
 def test_a_changed_byte_is_met_by_whoever_reads_its_block(
     pool: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
-    """And by `check`; those of other blocks are read."""
+    """Also if it is beside what is wanted, and by `check`; those of other blocks are read."""
     data = bytes(1000)
     path = tmp_path / "file"
     path.write_bytes(data)
@@ -91,14 +117,45 @@ def test_a_changed_byte_is_met_by_whoever_reads_its_block(
     changed[500] = 1
     path.write_bytes(changed)
     with CheckedFile(path, record, pool) as file:
-        assert file.read(SMALL) == bytes(SMALL)
-        file.seek(460)
-        with pytest.raises(CheckpointError, match=rf"{path} was changed.*448 to 512"):
-            file.read(60)
-        file.seek(900)
-        assert file.read(60) == bytes(60)
-        with pytest.raises(CheckpointError, match=str(path)):
-            file.check()
+        assert read(file, 0, SMALL) == bytes(SMALL)
+        for begin, size in ((460, 60), (449, 1), (500, 1), (511, 2)):
+            with pytest.raises(CheckpointError, match=rf"{path} was changed.*448 to 512"):
+                read(file, begin, size)
+        assert read(file, 900, 60) == bytes(60)
+        file.check(0, 448)
+        file.check(512)
+        for begin, end in ((0, None), (447, 449), (511, 600)):
+            with pytest.raises(CheckpointError, match=str(path)):
+                file.check(begin, end)
+
+
+def test_nobody_writes_into_memory_behind_an_error(
+    pool: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has met it may use the memory for something else."""
+    path = tmp_path / "file"
+    data = b"\1" * 1000
+    path.write_bytes(b"\2" * SMALL + data[SMALL:])
+    slow = os.preadv
+    began = threading.Event()
+
+    def preadv(file: int, into: Sequence[memoryview], begin: int) -> int:
+        if begin:
+            began.set()
+            time.sleep(0.05)
+        else:
+            began.wait(1)
+        return slow(file, into, begin)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    into = bytearray(1000)
+    with CheckedFile(path, hash_blocks(data), pool) as file:
+        file._reads = contextlib.nullcontext()  # type: ignore[assignment]
+        with pytest.raises(CheckpointError):
+            file.fill([(0, memoryview(into))])
+    into[:] = bytes(1000)
+    time.sleep(0.2)
+    assert into == bytes(1000)
 
 
 @pytest.mark.parametrize("length", [0, 1, 64, 500, 999])
@@ -128,31 +185,73 @@ def test_no_file_and_no_file_of_bytes(pool: ThreadPoolExecutor, tmp_path: Path) 
 
 
 def test_files_are_closed(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
-    """With their reader, also if what was read ahead was never wanted or is wrong."""
+    """With their reader, whatever it met."""
     path = tmp_path / "file"
     path.write_bytes(bytes(1000))
     before = len(os.listdir("/proc/self/fd"))
     for record in (hash_blocks(bytes(1000)), hash_blocks(b"\1" * 1000)):
         for _ in range(20):
-            file = CheckedFile(path, record, pool)
-            with contextlib.suppress(CheckpointError):
-                file.read(1)
-            file.close()
-            file.close()
+            with (
+                contextlib.suppress(CheckpointError),
+                CheckedFile(path, record, pool) as file,
+            ):
+                read(file, 0, 1)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_file_that_will_be_wanted_is_asked_for_piece_by_piece(
+def test_blocks_are_asked_for_before_they_are_read(
+    pool: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few ahead, each once, and none that nobody wants."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1000))
+    events: list[tuple[str, int]] = []
+    real = os.preadv
+
+    def preadv(file: int, into: Sequence[memoryview], begin: int) -> int:
+        events.append(("read", begin // SMALL))
+        return real(file, into, begin)
+
+    def advise(_: int, begin: int, size: int, how: int) -> None:
+        events.append(("ask", begin // SMALL))
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    with CheckedFile(path, hash_blocks(bytes(1000)), pool) as file:
+        wanted = [0, 1, 2, 5, 6, 7, 8, 12]
+        file.fill([(block * SMALL, memoryview(bytearray(SMALL))) for block in wanted])
+    assert [block for what, block in events if what == "ask"] == wanted
+    for i, block in enumerate(wanted):  # of two threads one may pass the other
+        before = events[: events.index(("read", block))]
+        assert sum(what == "ask" for what, _ in before) >= min(i + blocks._AHEAD, len(wanted))
+
+
+def test_the_begin_of_a_file_is_asked_for_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it, in order; one that is not there is met by who reads it."""
+    """Block by block, piece by piece; one that is not there is met by who reads it."""
     path = tmp_path / "file"
-    path.write_bytes(bytes((3 << 20) + 5))
-    asked: list[tuple[int, int]] = []
+    path.write_bytes(bytes((5 << 20) + 5))
+    asked: list[tuple[str, int, int]] = []
+    real = os.pread
+
+    def pread(file: int, size: int, begin: int) -> bytes:
+        asked.append(("wait", begin, size))
+        return real(file, size, begin)
+
     monkeypatch.setattr(
-        os, "posix_fadvise", lambda _, begin, size, how: asked.append((begin, size))
+        os, "posix_fadvise", lambda _, begin, size, how: asked.append(("ask", begin, size))
     )
+    monkeypatch.setattr(os, "pread", pread)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2 << 20)
     reader._begin_to_read(path)
-    assert asked == [(i << 20, 1 << 20) for i in range(4)]
+    mib = 1 << 20
+    assert asked == [
+        *(("ask", i * mib, mib) for i in range(4)),
+        ("wait", 2 * mib - 1, 1),
+        ("ask", 4 * mib, mib),
+        ("ask", 5 * mib, 5),
+        ("wait", 4 * mib - 1, 1),
+    ]
     reader._begin_to_read(tmp_path / "missing")
-    assert len(asked) == 4
+    assert len(asked) == 8

@@ -164,7 +164,7 @@ def test_a_bit_in_a_file_of_others(of_others: Path) -> None:
     flip(file)
     (fault,) = verify(of_others).faults
     assert fault.file == str(file)
-    assert "model.w has another checksum" in fault.what
+    assert "has another checksum, where model.w is" in fault.what
 
 
 def test_a_gap_in_what_others_have_saved(of_others: Path) -> None:
