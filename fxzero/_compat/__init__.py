@@ -46,6 +46,7 @@ from fxzero._compat.autograd import (
     below_autograd,
     gradient_hooks,
     is_profiling,
+    set_versions,
     use_count,
     version_of,
 )
@@ -314,6 +315,7 @@ __all__ = [
     "tracing_fake_mode",
     "trim_heap",
     "unscale_function",
+    "set_versions",
     "use_count",
     "version_of",
     "with_room_for_frames",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,12 @@ def backward_number() -> int:
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written to; under inference_mode nobody counts."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def set_versions(versions: Mapping[torch.Tensor, int]) -> None:
+    """Let tensors, whose values are again what they were, count as written to so often."""
+    counted = {tensor: n for tensor, n in versions.items() if not tensor.is_inference()}
+    torch._C._autograd._unsafe_set_version_counter(tuple(counted), tuple(counted.values()))
 
 
 def use_count(tensor: torch.Tensor) -> int:

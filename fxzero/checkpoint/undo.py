@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fxzero._compat import has_load_hooks
+from fxzero._compat import has_load_hooks, set_versions, version_of
 from fxzero.checkpoint import by_name, large_pages
 from fxzero.checkpoint.staging import local_part
 from fxzero.checkpoint.state import TrainState
@@ -44,6 +44,7 @@ class Before:
         num_bytes = sum(part.nbytes for part in self._parts.values())
         self._has_room = 2 * num_bytes * ranks_here < _available_bytes()
         self._copying: Future[dict[str, Tensor]] | None = None
+        self._versions = {tensor: version_of(tensor) for tensor in self._changing().values()}
         self._extra = {
             name: copy.deepcopy(value)
             for name, value in by_name.model_state(state.model).items()
@@ -105,6 +106,8 @@ class Before:
             for name, tensor in self._changing().items():
                 if name in copies:
                     local_part(tensor).copy_(copies[name])
+        # Ranks that have loaded, and those that have not, count as often written to.
+        set_versions(self._versions)
         return True
 
     def _changing(self) -> dict[str, Tensor]:

@@ -464,12 +464,17 @@ def test_a_part_that_one_rank_cannot_take_is_an_error_on_all(ranks: Pools, tmp_p
     ranks(2, timeout_s=60).run(one_cannot_take, tmp_path)
 
 
-@pytest.mark.parametrize("what", ["model", "optimizer", "in_place", "hook"])
+@pytest.mark.parametrize(
+    ("what", "begun"),
+    [(what, True) for what in ("model", "optimizer", "in_place", "hook")]
+    + [("model", False), ("optimizer", False)],
+)
 def test_a_model_of_one_rank_that_takes_nothing_is_an_error_on_all(
-    ranks: Pools, tmp_path: Path, what: str
+    ranks: Pools, tmp_path: Path, what: str, begun: bool
 ) -> None:
-    """All are told which rank and why, and none of them goes on from what it has read."""
-    ranks(2, timeout_s=60).run(one_refuses, tmp_path, what)
+    """All are told which rank and why, and none of them goes on from what it has read: they train
+    on, from where they were or from the begin."""
+    ranks(2, timeout_s=60).run(one_refuses, tmp_path, what, begun)
 
 
 class RefusedError(RuntimeError):
@@ -487,7 +492,7 @@ class LoadsInPlace(torch.optim.AdamW):
         raise RefusedError("not this one")
 
 
-def one_refuses(folder: Path, what: str) -> None:
+def one_refuses(folder: Path, what: str, begun: bool) -> None:
     """Job: rank 1 has a hook that raises, in the last moment."""
     model = fxzero.shard(Odd(), zero=3)
     kind = LoadsInPlace if what == "in_place" else torch.optim.AdamW
@@ -496,7 +501,12 @@ def one_refuses(folder: Path, what: str) -> None:
     state = fxzero.TrainState(model, optimizer, loader=counter)
     step_once(model, optimizer)
     fxzero.checkpoint.save(state, folder, step=1).wait()
-    step_once(model, optimizer)
+    if begun:
+        step_once(model, optimizer)
+    else:  # no rank has compared its model with the others'
+        model = fxzero.shard(Odd(), zero=3)
+        optimizer = kind(trainable(model), 0.1)
+        state = fxzero.TrainState(model, optimizer, loader=counter)
     counter.epoch = 7
     before = bits(model.state_dict()), bits(optimizer.state_dict()), counter.state_dict()
 
