@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ from fxzero._compat import has_load_hooks, set_versions, version_of
 from fxzero.checkpoint import by_name, large_pages
 from fxzero.checkpoint.staging import local_part
 from fxzero.checkpoint.state import TrainState
+from fxzero.cost.device_memory import available_bytes
 
-_MEMINFO = Path("/proc/meminfo")
 _NAMES = ("params",)
 
 
@@ -42,7 +41,7 @@ class Before:
         self._keeps_tensors = optimizer is not None and _replaces_tensors(optimizer)
         self._parts = {name: local_part(tensor) for name, tensor in self._changing().items()}
         num_bytes = sum(part.nbytes for part in self._parts.values())
-        self._has_room = 2 * num_bytes * ranks_here < _available_bytes()
+        self._has_room = 2 * num_bytes * ranks_here < available_bytes()
         self._copying: Future[dict[str, Tensor]] | None = None
         self._versions = {tensor: version_of(tensor) for tensor in self._changing().values()}
         self._extra = {
@@ -133,13 +132,3 @@ def _replaces_tensors(optimizer: Optimizer) -> bool:
     of torch's own does, and nobody else's code runs meanwhile."""
     is_torchs = type(optimizer).__module__.startswith("torch.optim.")
     return is_torchs and not has_load_hooks(optimizer) and "load_state_dict" not in vars(optimizer)
-
-
-def _available_bytes() -> float:
-    """What the host could still give away; without end where the system does not tell."""
-    try:
-        lines = _MEMINFO.read_text().splitlines()
-    except OSError:
-        return float("inf")
-    found = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return found[0] * 1024 if found else float("inf")

@@ -1,4 +1,4 @@
-"""How much memory there is for a rank."""
+"""How much memory there is for a rank, and how much is free."""
 
 from __future__ import annotations
 
@@ -18,6 +18,17 @@ def host_bytes() -> int:
         except (OSError, ValueError):  # another version of cgroups; "max"
             continue
     return min(limits) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+
+
+def available_bytes() -> int:
+    """What this host could still give away."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):  # another system
+        pass
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def device_bytes(device_type: str) -> int:

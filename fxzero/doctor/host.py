@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fxzero.cost.device_memory import host_bytes
+from fxzero.cost.device_memory import available_bytes, host_bytes
 from fxzero.doctor.verdicts import Checked, fail, ok, warn
 
 LITTLE_MEMORY = 2 << 30
@@ -48,22 +48,11 @@ def check_cores(per_node: int) -> Checked:
 def check_memory(per_node: int) -> Checked:
     """The machine's memory, or its cgroup's, for each rank."""
     mine = host_bytes()
-    free = _available_bytes() // per_node
+    free = available_bytes() // per_node
     found = f"{mine / 2**30:.1f} GiB of the host for each rank, {free / 2**30:.1f} of them free"
     if free < LITTLE_MEMORY:
         return warn("memory", found, "Compiling alone takes 1 to 2 GiB: end what else runs here.")
     return ok("memory", found)
-
-
-def _available_bytes() -> int:
-    """What can still be had."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_shared_memory(per_node: int) -> Checked:

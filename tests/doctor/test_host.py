@@ -49,6 +49,6 @@ def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is free, for each rank."""
-    monkeypatch.setattr(host, "_available_bytes", lambda: 3 << 30)
+    monkeypatch.setattr(host, "available_bytes", lambda: 3 << 30)
     assert host.check_memory(1).verdict == "ok"
     assert host.check_memory(2).verdict == "warn"
