@@ -12,6 +12,7 @@ the passes made, the one that would run.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +29,8 @@ from fxzero.inspect.capture import Capture, SharedModel, capture
 from fxzero.inspect.estimate_rows import Estimate, MeshEstimate, PipelineEstimate, StageEstimate
 from fxzero.inspect.mesh import MeshShape
 from fxzero.inspect.pipeline import PipelineReport, micro_step_of, under
-from fxzero.inspect.targets import Batch, Target
+from fxzero.inspect.side_by_side import side_by_side
+from fxzero.inspect.targets import Target
 from fxzero.pipeline.schedules import AUTO, table_of
 from fxzero.sharding.pipeline import PIPELINE
 
@@ -101,7 +103,15 @@ def estimate(
             **settings,
         },
     )
-    first, *_ = flat = [step.captured(zero) for zero in asked]
+    found = side_by_side(
+        [functools.partial(step.captured, zero) for zero in asked]
+        + [functools.partial(step.on_mesh, m, zero, schedule) for m in shapes for zero in asked]
+    )
+    first, *_ = flat = found[: len(asked)]
+    on_meshes = {
+        shape: {f.stage.zero: f.stage for f in found[len(asked) * i : len(asked) * (i + 1)]}
+        for i, shape in enumerate(shapes, 1)
+    }
     return Estimate(
         target=target.name,
         world_size=world_size,
@@ -109,14 +119,17 @@ def estimate(
         device=spec.device.name,
         device_memory_bytes=int(spec.device.memory_bytes),
         num_parameters=first.num_parameters,
-        batch=first.batch.text(),
-        rows=first.batch.num_rows or 1,
-        tokens=first.batch.num_tokens,
+        batch=first.batch,
+        rows=first.rows,
+        tokens=first.tokens,
         micro_batches=micro_batches,
-        param_dtype=str(first.dtype).removeprefix("torch."),
+        param_dtype=first.param_dtype,
         flops=first.flops,
         stages={found.stage.zero: found.stage for found in flat},
-        meshes={str(shape): step.on_mesh(shape, asked, schedule) for shape in shapes},
+        meshes={
+            str(shape): MeshEstimate(dict(shape.axes), world_size // shape.along(PIPELINE), stages)
+            for shape, stages in on_meshes.items()
+        },
     )
 
 
@@ -160,8 +173,10 @@ class _Found:
 
     stage: StageEstimate
     num_parameters: int
-    batch: Batch
-    dtype: torch.dtype
+    batch: str
+    rows: int
+    tokens: int | None
+    param_dtype: str
     flops: float
 
 
@@ -176,15 +191,11 @@ class _Step:
     settings: Mapping[str, Any]
     """Of every capture."""
 
-    def on_mesh(self, mesh: MeshShape, stages: Iterable[int], schedule: str) -> MeshEstimate:
-        """All stages on a mesh."""
-        found: dict[int, StageEstimate] = {
-            zero: self.pipelined(zero, mesh, schedule)
-            if mesh.is_pipeline
-            else self.captured(zero, mesh.sizes).stage
-            for zero in stages
-        }
-        return MeshEstimate(dict(mesh.axes), self.world_size // mesh.along(PIPELINE), found)
+    def on_mesh(self, mesh: MeshShape, zero: int, schedule: str) -> _Found:
+        """One stage on a mesh."""
+        if mesh.is_pipeline:
+            return self.pipelined(zero, mesh, schedule)
+        return self.captured(zero, mesh.sizes)
 
     def captured(self, zero: int, mesh: tuple[int, ...] = ()) -> _Found:
         """One stage, of a group of all ranks or on a mesh of axes that parameters lie on.
@@ -219,12 +230,9 @@ class _Step:
             **self._times(captured, analysis.flops, row.makespan_us, row.exposed_us),
             fits=self._fits(row.peak_bytes),
         )
-        # The graphs go with the capture: the next stage's need their room.
-        return _Found(
-            stage, captured.num_parameters, captured.batch, _dtype_of(captured), analysis.flops
-        )
+        return _found(stage, captured, analysis.flops)
 
-    def pipelined(self, zero: int, mesh: MeshShape, schedule: str) -> PipelineEstimate:
+    def pipelined(self, zero: int, mesh: MeshShape, schedule: str) -> _Found:
         """One stage, within the stages of a pipeline."""
         inner = mesh.of_a_stage
         step = micro_step_of(
@@ -239,7 +247,7 @@ class _Step:
         (compilation,) = step.capture.compilations
         assert compilation.joint is not None
         flops = model_flops(compilation.joint)
-        return PipelineEstimate(
+        stage = PipelineEstimate(
             zero=zero,
             model_state_bytes=report.states[place].num_bytes,
             states=report.states[place],
@@ -255,6 +263,7 @@ class _Step:
             message_bytes=max(report.message_bytes),
             idle_share=1 - sum(busy_us) / (step_us * report.num_ranks),
         )
+        return _found(stage, step.capture, flops)
 
     def _fits(self, peak_bytes: int) -> bool:
         return peak_bytes <= self.cluster.device.memory_bytes
@@ -284,6 +293,19 @@ class _Step:
             "samples_per_s": rows * batches / seconds,
             "tokens_per_s": None if tokens is None else tokens * batches / seconds,
         }
+
+
+def _found(stage: StageEstimate, captured: Capture, flops: float) -> _Found:
+    """What is kept of a stage. The graphs go with the capture: the next one's need their room."""
+    return _Found(
+        stage,
+        captured.num_parameters,
+        captured.batch.text(),
+        captured.batch.num_rows or 1,
+        captured.batch.num_tokens,
+        str(_dtype_of(captured)).removeprefix("torch."),
+        flops,
+    )
 
 
 def _until_updated(report: PipelineReport, clips: bool) -> float:
