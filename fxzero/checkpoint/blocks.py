@@ -140,9 +140,7 @@ class CheckedFile:
             with self._reads:
                 if then is not None:
                     self._expect(then)
-                count = 0
-                for i in range(0, len(into), _MOST_AT_ONCE):
-                    count += os.preadv(self._file, into[i : i + _MOST_AT_ONCE], begin + count)
+                count = self._fill(into, begin)
         except OSError as error:
             raise self._unreadable(error) from error
         if count != end - begin or not self.record.is_block(number, *into):
@@ -150,6 +148,22 @@ class CheckedFile:
                 f"{self.path} was changed since it was written: its bytes {begin} to {end} have "
                 "another hash"
             )
+
+    def _fill(self, into: Sequence[memoryview], begin: int) -> int:
+        """Read what lies one behind the other, as far as the file goes. A system may read less than
+        it is asked for, over a network say.
+
+        Returns:
+            How many bytes were read.
+        """
+        left, count = list(into), 0
+        while left and (read := os.preadv(self._file, left[:_MOST_AT_ONCE], begin + count)):
+            count += read
+            while left and read >= len(left[0]):
+                read -= len(left.pop(0))
+            if read:
+                left[0] = left[0][read:]
+        return count
 
     def _memory(self, begin: int, end: int, pieces: Sequence[Piece]) -> list[memoryview]:
         """All that a block goes to: its pieces, and what is between them."""

@@ -190,8 +190,8 @@ def _read(
 
 _AS_IT_WAS = "Nothing was changed."
 _CHANGED = (
-    "Some of the model's tensors have changed, of which there was no room for copies; the other "
-    "parts are as they were."
+    "Some tensors of the model or the optimizer have changed: one rank alone keeps no copies of "
+    "them, and several where there is room. The other parts are as they were."
 )
 
 

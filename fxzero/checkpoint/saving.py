@@ -44,6 +44,7 @@ from fxzero.checkpoint.manifest import NAME, VALUES, FileRecord, Manifest, hash_
 from fxzero.checkpoint.ranks import Ranks, all_ranks
 from fxzero.checkpoint.staging import local_part
 from fxzero.checkpoint.state import RNG, TrainState, flat
+from fxzero.checkpoint.values import bytes_of
 from fxzero.checkpoint.writer import CopiesPlanner, HashingWriter
 from fxzero.errors import CheckpointError, FxZeroError
 from fxzero.ranks.lost import explained
@@ -386,6 +387,5 @@ def _take(state: dict[str, Any], name: str) -> Tensor:
 
 
 def _hash(tensor: Tensor) -> str:
-    flat_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     about = f"{tensor.dtype} {list(tensor.shape)}".encode()
-    return hashlib.sha256(about + flat_bytes.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(about + bytes_of(tensor)).hexdigest()

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxzero._compat import has_load_hooks, set_versions, version_of
@@ -38,12 +38,13 @@ class Before:
     def __init__(self, state: TrainState, ranks_here: int) -> None:
         self._state = state
         optimizer = state.optimizer
-        self._keeps_tensors = optimizer is not None and _replaces_tensors(optimizer)
-        self._parts = {name: local_part(tensor) for name, tensor in self._changing().items()}
+        self._of_optimizer = _written_by(state.model, optimizer)
+        tensors = {**self._of_model(), **self._of_optimizer}
+        self._parts = {name: local_part(tensor) for name, tensor in tensors.items()}
         num_bytes = sum(part.nbytes for part in self._parts.values())
         self._has_room = 2 * num_bytes * ranks_here < available_bytes()
         self._copying: Future[dict[str, Tensor]] | None = None
-        self._versions = {tensor: version_of(tensor) for tensor in self._changing().values()}
+        self._versions = {tensor: version_of(tensor) for tensor in tensors.values()}
         self._extra = {
             name: copy.deepcopy(value)
             for name, value in by_name.model_state(state.model).items()
@@ -53,13 +54,9 @@ class Before:
             {key: value for key, value in group.items() if key not in _NAMES}
             for group in (optimizer.param_groups if optimizer is not None else [])
         ]
-        known: Mapping[Any, Any] = optimizer.state if optimizer is not None else {}
-        self._values = {
-            parameter: {
-                k: v for k, v in own.items() if self._keeps_tensors or not isinstance(v, Tensor)
-            }
-            for parameter, own in known.items()
-        }
+        self._states: Any = optimizer.state if optimizer is not None else {}
+        self._values = [(key, own, dict(own)) for key, own in self._states.items()]
+        """Of each parameter its state, and what was in it."""
 
     def copy(self) -> None:
         """Begin with the copies, once, in a thread: a rank that reads waits for its disk."""
@@ -83,40 +80,53 @@ class Before:
             self._has_room = False
 
     def restore(self) -> bool:
-        """Let everything be as it was; false if there was no room to keep it."""
+        """Let everything be as it was; false if that cannot be: there was no room to keep it, or a
+        tensor has become another one."""
         if self._copying is None:
             return False
-        copies = self._copying.result()
         optimizer = self._state.optimizer
         if optimizer is not None:
-            for parameter in [p for p in optimizer.state if p not in self._values]:
-                del optimizer.state[parameter]
-            for parameter, values in self._values.items():
-                if self._keeps_tensors:
-                    optimizer.state[parameter].clear()
-                optimizer.state[parameter].update(values)
+            optimizer.state = self._states
+            self._states.clear()
+            for key, own, values in self._values:
+                own.clear()
+                own.update(values)
+                self._states[key] = own
             for group, before in zip(optimizer.param_groups, self._groups, strict=True):
                 for key in [k for k in group if k not in before and k not in _NAMES]:
                     del group[key]
                 group.update(before)
         for name, value in self._extra.items():
             self._state.model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+        tensors = {**self._of_model(), **self._of_optimizer}
+        is_whole = True
         with torch.no_grad():
-            for name, tensor in self._changing().items():
-                if name in copies:
-                    local_part(tensor).copy_(copies[name])
+            for name, kept in self._copying.result().items():
+                part = local_part(tensors[name])
+                if (part.shape, part.dtype) == (kept.shape, kept.dtype):
+                    part.copy_(kept)
+                else:
+                    is_whole = False
         # Ranks that have loaded, and those that have not, count as often written to.
         set_versions(self._versions)
-        return True
+        return is_whole
 
-    def _changing(self) -> dict[str, Tensor]:
-        """The tensors that are loaded into, those that are there now."""
-        model, optimizer = self._state.model, self._state.optimizer
-        found = {f"model.{name}": value for name, value in by_name.model_state(model).items()}
-        if optimizer is not None and not self._keeps_tensors:
-            for name, own in by_name.optimizer_state(model, optimizer)["state"].items():
-                found.update({f"optimizer.{name}.{key}": value for key, value in own.items()})
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    def _of_model(self) -> dict[str, Tensor]:
+        """The model's tensors, those that are there now."""
+        found = by_name.model_state(self._state.model).items()
+        return {f"model.{name}": value for name, value in found if isinstance(value, Tensor)}
+
+
+def _written_by(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
+    """The tensors of an optimizer's state that it may write into where it loads another."""
+    if optimizer is None or _replaces_tensors(optimizer):
+        return {}
+    return {
+        f"optimizer.{name}.{key}": value
+        for name, own in by_name.optimizer_state(model, optimizer)["state"].items()
+        for key, value in own.items()
+        if isinstance(value, Tensor)
+    }
 
 
 def _copies_of(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:

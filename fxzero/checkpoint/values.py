@@ -96,7 +96,7 @@ def _encode(value: Any, where: str, kept: dict[str, Tensor] | None) -> Any:
         kept[where] = value
         return {_TAG: "kept", "of": where}
     if kind is Tensor and _is_plain(value):
-        data = _text(_bytes_of(value))
+        data = _text(bytes_of(value))
         return {_TAG: "tensor", "dtype": _name(value.dtype), "shape": list(value.shape), "of": data}
     raise CheckpointError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold "
@@ -159,7 +159,8 @@ def _untagged(value: Mapping[str, Any], kept: Mapping[str, Tensor] | None) -> An
     return {"array": array, "scalar": array[()]}[kind]
 
 
-def _bytes_of(tensor: Tensor) -> bytes:
+def bytes_of(tensor: Tensor) -> bytes:
+    """A tensor's values, one behind the other in the order of its dims."""
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 

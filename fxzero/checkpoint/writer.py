@@ -229,6 +229,7 @@ def _is_small(item: WriteItem) -> bool:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """A tensor in the host's memory, in the order of its dims, that looks at no more than it is."""
-    plain = tensor.detach().cpu().contiguous()
+    """A tensor in the host's memory, in the order of its dims, that looks at no more than it is.
+    Its bytes are its values: what torch conjugates or negates when it is read is done now."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return plain if plain.untyped_storage().nbytes() == plain.nbytes else plain.clone()

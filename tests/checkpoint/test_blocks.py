@@ -94,6 +94,37 @@ def test_stretches_are_as_in_the_file(
     assert found == [data[begin:end] for begin, end in spans]
 
 
+def test_a_system_that_reads_less_than_it_is_asked_for(
+    pool: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one over a network may, in the middle of a piece or at its end: it is asked again."""
+    path = tmp_path / "file"
+    data = os.urandom(1000)
+    path.write_bytes(data)
+    real = os.preadv
+
+    def preadv(file: int, into: Sequence[memoryview], begin: int) -> int:
+        some = max(sum(map(len, into)) // 3, 1)
+        return real(file, [memoryview(part := bytearray(some))], begin) and spread(part, into)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with CheckedFile(path, hash_blocks(data), pool) as file:
+        found = [bytearray(n) for n in (1, 30, 200, 7)]
+        at = (5, 6, 40, 700)
+        file.fill([(begin, memoryview(into)) for begin, into in zip(at, found, strict=True)])
+    assert found == [data[b : b + len(into)] for b, into in zip(at, found, strict=True)]
+
+
+def spread(data: bytearray, into: Sequence[memoryview]) -> int:
+    """Put some bytes into the first of some pieces of memory, as `preadv` does."""
+    count = len(data)
+    for piece in into:
+        size = min(len(piece), len(data))
+        piece[:size] = data[:size]
+        del data[:size]
+    return count
+
+
 def test_beyond_the_end(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
     """It says what there is and what was wanted."""
     path = tmp_path / "file"

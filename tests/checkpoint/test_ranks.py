@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -466,8 +467,11 @@ def test_a_part_that_one_rank_cannot_take_is_an_error_on_all(ranks: Pools, tmp_p
 
 @pytest.mark.parametrize(
     ("what", "begun"),
-    [(what, True) for what in ("model", "optimizer", "in_place", "hook")]
-    + [("model", False), ("optimizer", False)],
+    [
+        *((what, True) for what in ("model", "optimizer", "hook")),
+        *((what, True) for what in ("in_place", "clears", "drops", "rounds")),
+        *((what, False) for what in ("model", "optimizer")),
+    ],
 )
 def test_a_model_of_one_rank_that_takes_nothing_is_an_error_on_all(
     ranks: Pools, tmp_path: Path, what: str, begun: bool
@@ -481,21 +485,34 @@ class RefusedError(RuntimeError):
     """What a model, or an optimizer, has against a state."""
 
 
-class LoadsInPlace(torch.optim.AdamW):
-    """Keeps the tensors that it has, and copies into them."""
+class ChangesAndRefuses(torch.optim.AdamW):
+    """Does something to its state, and refuses the other one."""
+
+    what = ""
+
+    def __setstate__(self, state: Any) -> None:
+        pass
 
     @torch.no_grad()
-    def __setstate__(self, state: Any) -> None:
-        for parameter, values in state.get("state", {}).items():
-            for key, value in values.items():
-                self.state[parameter][key].copy_(value)
+    def load_state_dict(self, state_dict: Any) -> None:
+        for values in self.state.values():
+            if self.what == "in_place":
+                values["exp_avg"].zero_()
+            elif self.what == "drops":
+                del values["exp_avg"]
+            elif self.what == "rounds":
+                values["exp_avg"] = values["exp_avg"].bfloat16()
+        if self.what == "clears":
+            self.state = collections.defaultdict(dict)
         raise RefusedError("not this one")
 
 
 def one_refuses(folder: Path, what: str, begun: bool) -> None:
     """Job: rank 1 has a hook that raises, in the last moment."""
     model = fxzero.shard(Odd(), zero=3)
-    kind = LoadsInPlace if what == "in_place" else torch.optim.AdamW
+    changes = what in ("in_place", "clears", "drops", "rounds")
+    kind = ChangesAndRefuses if changes else torch.optim.AdamW
+    ChangesAndRefuses.what = what
     optimizer = kind(trainable(model), 0.1)
     counter = Broken(takes=True)
     state = fxzero.TrainState(model, optimizer, loader=counter)
@@ -517,10 +534,10 @@ def one_refuses(folder: Path, what: str, begun: bool) -> None:
         optimizer.register_load_state_dict_pre_hook(
             lambda own, _: [v["exp_avg"].zero_() for v in own.state.values()] and None
         )
-    if dist.get_rank() == 1 and kind is torch.optim.AdamW:
+    if dist.get_rank() == 1 and not changes:
         owner: Any = model if what == "model" else optimizer
         owner.register_load_state_dict_pre_hook(refuse)
-    with pytest.raises(CheckpointError, match=r"not this one"):
+    with pytest.raises(CheckpointError, match=r"not this one.*Nothing was changed"):
         fxzero.checkpoint.load(state, folder)
     after = bits(model.state_dict()), bits(optimizer.state_dict()), counter.state_dict()
     assert after == before
