@@ -109,10 +109,10 @@ class CheckedFile:
     def _read_all(self, wanted: Sequence[tuple[int, Sequence[Piece]]]) -> None:
         for block, _ in wanted[:_AHEAD]:
             self._expect(block)
-        following = [block for block, _ in wanted[_AHEAD:]] + [None] * _AHEAD
+        following = (block for block, _ in wanted[_AHEAD:])
         reads: list[Future[None]] = [
-            self._pool.submit(self._read, block, pieces, then)
-            for (block, pieces), then in zip(wanted, following, strict=False)
+            self._pool.submit(self._read, block, pieces, next(following, None))
+            for block, pieces in wanted
         ]
         try:
             for read in reads:

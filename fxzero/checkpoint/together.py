@@ -80,28 +80,25 @@ class Together:
         """
         if not target.numel():
             return
-        begin = archive.rows(item)
-        into = target
-        if begin is None or not _is_plain(target, archive.dtype):
-            if self._aside_bytes >= _ASIDE_BYTES:
-                self.read()
-            begin = 0
-            into = torch.empty(archive.sizes, dtype=archive.dtype)
-            self._aside.append((into, item, target))
-            self._aside_bytes += into.nbytes
+        rows = archive.rows(item)
+        goes_aside = rows is None or not _is_plain(target, archive.dtype)
+        begin = 0 if rows is None or goes_aside else rows
         if not archive.begin:
             archive.begin = self._begin_of(archive)
         is_new = not self._archives or archive is not self._archives[-1]
         first = archive.offset + (0 if is_new else archive.begin + begin)
-        if first < self._end:  # what another name was added for, too
-            aside = self._aside.pop() if into is not target else None
+        # What begins before the end of the last is what another name was added for, too.
+        if first < self._end or self._aside_bytes >= _ASIDE_BYTES:
             self.read()
-            if aside is not None:
-                self._aside.append(aside)
             is_new = True
         if is_new:
             self._archives.append(archive)
             archive.head = memoryview(bytearray(archive.begin))
+        into = target
+        if goes_aside:
+            into = torch.empty(archive.sizes, dtype=archive.dtype)
+            self._aside.append((into, item, target))
+            self._aside_bytes += into.nbytes
         archive.pieces.append((begin, _memory(into)))
         self._end = archive.offset + archive.begin + begin + into.nbytes
 

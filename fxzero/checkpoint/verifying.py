@@ -213,9 +213,9 @@ def _check_archives(path: Path, metadata: Metadata, faults: list[Fault]) -> int:
         file = path / place.relative_path
         try:
             fault = fault_of_archive(file, place.offset, place.length)
+            num_bytes += place.length
         except OSError as error:
             fault = f"cannot be read: {error.strerror}"
-        num_bytes += place.length
         if fault is not None:
             faults.append(Fault(str(file), f"{fault}, where {index.fqn} is"))
     return num_bytes

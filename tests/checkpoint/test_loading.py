@@ -114,6 +114,25 @@ def test_tensors_of_several_blocks(tmp_path: Path) -> None:
 # -- what is not there
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_torch_conjugates_later(tmp_path: Path, asynchronous: bool) -> None:
+    """A tensor may lie in memory as the conjugate, or the negative, of what it is."""
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        module = nn.Module()
+        module.w = nn.Parameter(torch.randn(4, 5, dtype=torch.complex64).conj())
+        module.register_buffer("n", torch.randn(6, dtype=torch.complex64).conj().imag)
+        return module
+
+    made, loaded = make(0), make(1)
+    state = fxzero.TrainState(made)
+    fxzero.checkpoint.save(state, tmp_path, step=1, asynchronous=asynchronous).wait()
+    fxzero.checkpoint.load(fxzero.TrainState(loaded), tmp_path)
+    for name, value in made.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+
+
 def test_an_empty_folder_has_none(tmp_path: Path) -> None:
     """So has one that does not exist, and neither is made."""
     for folder in (tmp_path, tmp_path / "none", tmp_path / "none" / "below"):

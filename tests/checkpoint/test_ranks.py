@@ -468,9 +468,11 @@ def test_a_part_that_one_rank_cannot_take_is_an_error_on_all(ranks: Pools, tmp_p
 @pytest.mark.parametrize(
     ("what", "begun"),
     [
-        *((what, True) for what in ("model", "optimizer", "hook")),
-        *((what, True) for what in ("in_place", "clears", "drops", "rounds")),
-        *((what, False) for what in ("model", "optimizer")),
+        *(
+            pytest.param(what, True, id=what)
+            for what in ("model", "optimizer", "hook", "in_place", "clears", "drops", "rounds")
+        ),
+        *(pytest.param(what, False, id=f"{what}-anew") for what in ("model", "optimizer")),
     ],
 )
 def test_a_model_of_one_rank_that_takes_nothing_is_an_error_on_all(
