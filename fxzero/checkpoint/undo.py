@@ -22,7 +22,7 @@ from fxzero._compat import has_load_hooks, set_versions, version_of
 from fxzero.checkpoint import by_name, large_pages
 from fxzero.checkpoint.staging import local_part
 from fxzero.checkpoint.state import TrainState
-from fxzero.cost.device_memory import available_bytes
+from fxzero.cost.resources import available_bytes
 
 _NAMES = ("params",)
 

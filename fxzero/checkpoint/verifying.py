@@ -26,6 +26,7 @@ from fxzero.checkpoint.folder import is_ours, read_manifest
 from fxzero.checkpoint.manifest import BLOCK_BYTES, METADATA, NAME, VALUES, FileRecord, Manifest
 from fxzero.checkpoint.reader import CheckedReader
 from fxzero.checkpoint.values import decode
+from fxzero.cost.resources import cores
 from fxzero.errors import CheckpointError
 
 _MOST_THREADS = 16
@@ -90,7 +91,7 @@ def verify(path: Path, threads: int | None = None) -> Verified:
         threads: that read and hash at once; None takes one for each core, up to 16.
     """
     began = time.perf_counter()
-    threads = threads or min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+    threads = threads or min(cores(), _MOST_THREADS)
     faults: list[Fault] = []
     sizes: dict[str, int] = {}
     num_bytes = num_tensors = 0

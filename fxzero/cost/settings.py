@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from fxzero.cost.analytic import AnalyticCosts
 from fxzero.cost.cluster import ClusterSpec, guess_cluster, load_cluster
-from fxzero.cost.device_memory import device_bytes, host_bytes
 from fxzero.cost.measured import MeasuredCosts
 from fxzero.cost.model import CostModel
+from fxzero.cost.resources import device_bytes, host_bytes
 from fxzero.errors import ConfigError
 from fxzero.graph import StepGraph
 from fxzero.settings import check_types

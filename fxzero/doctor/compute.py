@@ -24,7 +24,7 @@ import torch
 
 from fxzero.cost.analytic import DTYPE_NAMES
 from fxzero.cost.cluster import DeviceSpec
-from fxzero.cost.device_memory import device_bytes
+from fxzero.cost.resources import device_bytes
 from fxzero.cost.timing import median_us, synchronize
 from fxzero.doctor.compilers import CHAIN_TENSORS, Chain
 

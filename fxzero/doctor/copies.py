@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from fxzero.cost.cluster import HostSpec
-from fxzero.cost.device_memory import host_bytes
+from fxzero.cost.resources import host_bytes
 from fxzero.cost.timing import median_us
 from fxzero.disk.scratch import BLOCK, DiskSettings, ScratchFile, pages
 from fxzero.errors import FxZeroWarning

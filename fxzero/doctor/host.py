@@ -9,24 +9,13 @@ from pathlib import Path
 
 import torch
 
-from fxzero.cost.device_memory import available_bytes, host_bytes
+from fxzero.cost.resources import available_bytes, cores, host_bytes
 from fxzero.doctor.verdicts import Checked, fail, ok, warn
 
 LITTLE_MEMORY = 2 << 30
 LITTLE_SHARED = 256 << 20
 """NCCL takes some 10 MB for a pair of ranks of a host, and a loader's workers a batch each."""
 PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-def cores() -> int:
-    """Of this process: those it may run on, and no more than its cgroup's share of time."""
-    found = len(os.sched_getaffinity(0))
-    try:
-        share, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        found = min(found, max(int(share) // int(period), 1))
-    except (OSError, ValueError):  # another version of cgroups; "max"
-        pass
-    return found
 
 
 def check_cores(per_node: int) -> Checked:

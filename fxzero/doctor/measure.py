@@ -22,6 +22,7 @@ from fxzero.cost.cluster import (
     LinkSpec,
     guess_cluster,
 )
+from fxzero.cost.resources import cores
 from fxzero.doctor.compilers import Chain
 from fxzero.doctor.compute import (
     CHAIN_SHAPES,
@@ -31,7 +32,6 @@ from fxzero.doctor.compute import (
     update_bytes_per_s,
 )
 from fxzero.doctor.copies import Scratch, host_spec, measure_ways
-from fxzero.doctor.host import cores
 from fxzero.doctor.links import Links, measure_links
 from fxzero.doctor.verdicts import Checked, fail, ok, reason, warn
 from fxzero.doctor.world import World

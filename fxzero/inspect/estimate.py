@@ -107,11 +107,11 @@ def estimate(
         [functools.partial(step.captured, zero) for zero in asked]
         + [functools.partial(step.on_mesh, m, zero, schedule) for m in shapes for zero in asked]
     )
-    first, *_ = flat = found[: len(asked)]
-    on_meshes = {
-        shape: {f.stage.zero: f.stage for f in found[len(asked) * i : len(asked) * (i + 1)]}
-        for i, shape in enumerate(shapes, 1)
-    }
+    first = found[0]
+    flat, *on_meshes = (
+        {of.stage.zero: of.stage for of in found[i : i + len(asked)]}
+        for i in range(0, len(found), len(asked))
+    )
     return Estimate(
         target=target.name,
         world_size=world_size,
@@ -125,10 +125,10 @@ def estimate(
         micro_batches=micro_batches,
         param_dtype=first.param_dtype,
         flops=first.flops,
-        stages={found.stage.zero: found.stage for found in flat},
+        stages=flat,
         meshes={
             str(shape): MeshEstimate(dict(shape.axes), world_size // shape.along(PIPELINE), stages)
-            for shape, stages in on_meshes.items()
+            for shape, stages in zip(shapes, on_meshes, strict=True)
         },
     )
 

@@ -12,8 +12,8 @@ there are none, as in the `fxzero` command, and elsewhere one capture follows th
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,12 +23,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fxzero.cost.device_memory import available_bytes
+from fxzero.cost.resources import available_bytes, cores
 
 T = TypeVar("T")
 
 _BYTES = 6 << 30
-"""Of memory for each process: what the largest presets take."""
+"""Of free memory for each process: half as much again as the largest preset may take."""
 
 _tasks: Sequence[Callable[[], Any]] = ()
 """Of the processes that are forked now."""
@@ -53,11 +53,11 @@ def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T]:
 def _num_processes() -> int:
     """How many processes there is room for, beside one another."""
     has_begun = dist.is_initialized() or torch.cuda.is_initialized()
-    if "fork" not in multiprocessing.get_all_start_methods() or has_begun:
+    if sys.platform != "linux" or has_begun:  # elsewhere a fork is unsafe, or there is none
         return 1
     if threading.active_count() > 1 or multiprocessing.current_process().daemon:
         return 1
-    return min(len(os.sched_getaffinity(0)), available_bytes() // _BYTES)
+    return min(cores(), available_bytes() // _BYTES)
 
 
 def _in_processes(tasks: Sequence[Callable[[], T]], count: int) -> list[T]:

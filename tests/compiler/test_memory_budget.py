@@ -8,7 +8,7 @@ import pytest
 
 from fxzero import Config
 from fxzero.compiler.memory_budget import MemoryBudget, size_text
-from fxzero.cost import device_memory
+from fxzero.cost import resources
 from fxzero.cost.settings import CostSettings
 from fxzero.errors import ConfigError
 from fxzero.inspect.capture import fake_ranks
@@ -74,7 +74,7 @@ def test_what_a_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CostSettings(cluster="dgx_h100").device_bytes("cuda") == 80_000_000_000
     with fake_ranks(8):
         assert CostSettings().device_bytes("cpu") == 12_000_000_000
-    alone = device_memory.host_bytes()
+    alone = resources.host_bytes()
     assert alone > 1 << 28
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert CostSettings().device_bytes("cpu") == alone // 4

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fxzero.cost.resources import cores
 from fxzero.doctor import host
 
 
@@ -36,7 +37,7 @@ def test_threads_and_cores(
 
 def test_cores_are_not_more_than_there_are() -> None:
     """And one at least."""
-    assert 1 <= host.cores() <= (os.cpu_count() or 1)
+    assert 1 <= cores() <= (os.cpu_count() or 1)
 
 
 def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_jobs(jobs: tuple[str, ...]) -> None:
 
 def room_for(count: int) -> None:
     """Let there be so many cores, and memory for as many processes."""
-    os.sched_getaffinity = lambda _: set(range(count))  # type: ignore[assignment]
+    module.cores = lambda: count  # type: ignore[attr-defined]
     module.available_bytes = lambda: count * module._BYTES  # type: ignore[attr-defined]
 
 

@@ -338,8 +338,8 @@ FAULTS = (
     Fault(
         "a block of the first version is compared by another hash",
         "fxzero/checkpoint/manifest.py",
-        "if len(wanted) == _SHA256_DIGITS:",
-        "if False:",
+        "if len(wanted) == _SHA256_DIGITS",
+        "if False",
         "tests/checkpoint/test_manifest.py::test_of_the_first_version",
     ),
 )

@@ -1,4 +1,4 @@
-"""How much memory there is for a rank, and how much is free."""
+"""What the machine has for a rank: memory, what of it is free, and cores."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import os
 from pathlib import Path
 
 import torch
+
+
+def cores() -> int:
+    """Of this process: those it may run on, and no more than its cgroup's share of time."""
+    found = len(os.sched_getaffinity(0))
+    try:
+        share, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        found = min(found, max(int(share) // int(period), 1))
+    except (OSError, ValueError):  # another version of cgroups; "max"
+        pass
+    return found
 
 
 def host_bytes() -> int:
