@@ -184,9 +184,9 @@ def test_nobody_writes_into_memory_behind_an_error(
         file._reads = contextlib.nullcontext()  # type: ignore[assignment]
         with pytest.raises(CheckpointError):
             file.fill([(0, memoryview(into))])
-    into[:] = bytes(1000)
-    time.sleep(0.2)
-    assert into == bytes(1000)
+        into[:] = bytes(1000)
+        time.sleep(0.2)  # with the file still open
+        assert into == bytes(1000)
 
 
 @pytest.mark.parametrize("length", [0, 1, 64, 500, 999])
