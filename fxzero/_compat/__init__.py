@@ -124,7 +124,12 @@ from fxzero._compat.memory import (
     storage_identity,
     trim_heap,
 )
-from fxzero._compat.modules import active_ddp_module, module_call, num_module_hooks
+from fxzero._compat.modules import (
+    active_ddp_module,
+    load_hooks,
+    module_call,
+    num_module_hooks,
+)
 from fxzero._compat.nodes import (
     OpOverload,
     arguments_of,
@@ -266,6 +271,7 @@ __all__ = [
     "layout_of",
     "lenient_tracing",
     "let_anomaly_mode_read_dtensors",
+    "load_hooks",
     "local_tensor",
     "log_usage",
     "logging_functions",

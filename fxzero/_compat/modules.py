@@ -27,6 +27,12 @@ def num_module_hooks(modules: Iterable[torch.nn.Module]) -> int:
     )
 
 
+def load_hooks(module: torch.nn.Module) -> list[Any]:
+    """What wants to be called before or after ``module.load_state_dict()``."""
+    before = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    return [*before, *module._load_state_dict_post_hooks.values()]
+
+
 def active_ddp_module() -> Any:
     """The DistributedDataParallel module whose forward is running, if any."""
     from torch.nn.parallel import DistributedDataParallel

@@ -4,7 +4,7 @@ of the manifest   files, their lengths and hashes
 .metadata         which tensors there are           ──► compared with the model's, and the
 values.json       groups, scheduler, generators, …      optimizer's
 read()            copies of all that this rank needs, checked
-apply()           the run goes on from them
+apply_…()         the parts, the optimizer and the model go on from them
 """
 
 from __future__ import annotations
@@ -185,8 +185,29 @@ class Found:
         for name, state in self._before.items():
             self.state.parts[name].load_state_dict(state)
 
-    def apply(self) -> None:
-        """Let the model and the optimizer go on."""
+    def apply_optimizer(self) -> None:
+        """Let the optimizer go on."""
+        if self.groups is None:
+            return
+        states: dict[str, dict[str, Any]] = {
+            name: {
+                key: _like(self.copies[self._name(f"{self.optimizer_prefix}{name}.{key}")], t)
+                for key, t in keys.items()
+            }
+            for name, keys in self.optimizer.items()
+        }
+        for name, rest in self.state_values.items():
+            states.setdefault(name, {}).update(rest)
+        assert self.state.optimizer is not None
+        optimizer = by_name.counted_state(
+            self.state.model,
+            self.state.optimizer,
+            {"state": states, "param_groups": self.groups},
+        )
+        self.state.apply(None, optimizer, {})
+
+    def apply_model(self) -> None:
+        """Let the model go on."""
         model: dict[str, Any] = {
             name: _like(self.copies[self._name(self.prefix + name)], template)
             for name, template in self.model.items()
@@ -197,24 +218,7 @@ class Found:
         own = by_name.model_state(self.state.model)
         model = {name: value for name, value in model.items() if name in own}
         model.update(self._extra_state())
-        optimizer = None
-        if self.groups is not None:
-            states: dict[str, dict[str, Any]] = {
-                name: {
-                    key: _like(self.copies[self._name(f"{self.optimizer_prefix}{name}.{key}")], t)
-                    for key, t in keys.items()
-                }
-                for name, keys in self.optimizer.items()
-            }
-            for name, rest in self.state_values.items():
-                states.setdefault(name, {}).update(rest)
-            assert self.state.optimizer is not None
-            optimizer = by_name.counted_state(
-                self.state.model,
-                self.state.optimizer,
-                {"state": states, "param_groups": self.groups},
-            )
-        self.state.apply(model, optimizer, {})
+        self.state.apply(model, None, {})
 
     # -- values
 

@@ -22,7 +22,7 @@ from fxzero.checkpoint.found import Found
 from fxzero.checkpoint.ranks import Ranks, all_ranks
 from fxzero.checkpoint.saving import wait_for_running
 from fxzero.checkpoint.state import TrainState
-from fxzero.checkpoint.undo import Before
+from fxzero.checkpoint.undo import Before, takes_what_fits
 from fxzero.checkpoint.wholeness import NotWholeError
 from fxzero.errors import CheckpointError, nearest
 
@@ -108,9 +108,9 @@ def _load(
             raise CheckpointError(f"leave={name!r}: {nearest(name, parts)}")
     folder = Path(folder)
     skipped: list[str] = []
-    before = None
-    for path in _candidates(folder, step, ranks):
-        before = before or _before(state, ranks)
+    candidates = _candidates(folder, step, ranks)
+    before = _before(state, ranks) if candidates else None
+    for path in candidates:
         found = _read(path, state, ranks, leave, prefix, before)
         if isinstance(found, NotWholeError):
             skipped.append(str(found))
@@ -196,11 +196,12 @@ _CHANGED = (
 
 
 def _before(state: TrainState, ranks: Ranks) -> Before | None:
-    """Copies to go back to, where other ranks may fail and there is room."""
+    """Copies to go back to, where other ranks may fail and there is room. A collective."""
     if ranks.size == 1:
         return None
+    may_refuse = any(ranks.gather(not takes_what_fits(state.model)))
     try:
-        return Before(state, ranks.size)
+        return Before(state, ranks.size, with_model=may_refuse)
     except Exception:  # no reason not to load
         return None
 
@@ -213,7 +214,7 @@ def _apply(found: Found, before: Before | None, ranks: Ranks) -> None:
     """
     if before is not None:
         before.wait()
-    for apply in (found.apply_parts, found.apply):
+    for apply in (found.apply_parts, found.apply_optimizer, found.apply_model):
         error: Exception | None = None
         try:
             apply()

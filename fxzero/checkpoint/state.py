@@ -219,20 +219,22 @@ class TrainState:
 
     def apply(
         self,
-        model: Mapping[str, Any],
+        model: Mapping[str, Any] | None,
         optimizer: Mapping[str, Any] | None,
         parts: Mapping[str, Any],
     ) -> None:
         """Take a state that fits.
 
         Args:
-            model: every tensor of the model's state dict, by its plain name.
+            model: every tensor of the model's state dict, by its plain name; None leaves it as it
+                is.
             optimizer: as the optimizer itself loads it; None leaves it as it is.
             parts: states of parts, by name; others stay as they are.
         """
-        own = self.model.state_dict(keep_vars=True)  # each detached would take a while
-        names = {by_name.plain_name(name): name for name in own}
-        self.model.load_state_dict({names[name]: value for name, value in model.items()})
+        if model is not None:
+            own = self.model.state_dict(keep_vars=True)  # each detached would take a while
+            names = {by_name.plain_name(name): name for name in own}
+            self.model.load_state_dict({names[name]: value for name, value in model.items()})
         if optimizer is not None:
             assert self.optimizer is not None
             self.optimizer.load_state_dict(dict(optimizer))

@@ -3,8 +3,9 @@
     before    copies of this rank's parts, where the host has room for them
     restore   back into the tensors that are there now, below every hook, as those may have refused
 
-A run that has not begun has nothing to lose: what it was made of is made again. An optimizer that
-loads as torch's do takes other tensors in place of its own, which then are as they were.
+An optimizer that loads as torch's do takes other tensors in place of its own, which then are as
+they were. Models that load as torch's do, on all ranks, refuse nothing of what was compared before,
+and load last. Of neither are there copies.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxzero._compat import has_load_hooks, set_versions, version_of
+from fxzero._compat import has_load_hooks, load_hooks, set_versions, version_of
 from fxzero.checkpoint import by_name, large_pages
 from fxzero.checkpoint.staging import local_part
 from fxzero.checkpoint.state import TrainState
 from fxzero.cost.resources import available_bytes
+from fxzero.sharding.shard_state import take_rows
 
 _NAMES = ("params",)
+_LOADS = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
+"""What of a module runs when it loads."""
 
 
 class Before:
@@ -33,14 +37,17 @@ class Before:
     Args:
         state: of which the parts are left alone.
         ranks_here: how many ranks share this host's memory at most.
+        with_model: whether a rank's model may refuse what fits, as `takes_what_fits` says.
     """
 
-    def __init__(self, state: TrainState, ranks_here: int) -> None:
+    def __init__(self, state: TrainState, ranks_here: int, *, with_model: bool) -> None:
         self._state = state
         optimizer = state.optimizer
         self._of_optimizer = _written_by(state.model, optimizer)
+        self._keeps_model = with_model
         tensors = {**self._of_model(), **self._of_optimizer}
-        self._parts = {name: local_part(tensor) for name, tensor in tensors.items()}
+        kept = tensors if self._keeps_model else self._of_optimizer
+        self._parts = {name: local_part(tensor) for name, tensor in kept.items()}
         num_bytes = sum(part.nbytes for part in self._parts.values())
         self._has_room = 2 * num_bytes * ranks_here < available_bytes()
         self._copying: Future[dict[str, Tensor]] | None = None
@@ -99,7 +106,9 @@ class Before:
         for name, value in self._extra.items():
             self._state.model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
         tensors = {**self._of_model(), **self._of_optimizer}
-        is_whole = True
+        is_whole = self._keeps_model or all(
+            self._versions.get(tensor) == version_of(tensor) for tensor in self._of_model().values()
+        )
         with torch.no_grad():
             for name, kept in self._copying.result().items():
                 part = local_part(tensors[name])
@@ -127,6 +136,25 @@ def _written_by(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tens
         for key, value in own.items()
         if isinstance(value, Tensor)
     }
+
+
+def takes_what_fits(model: nn.Module) -> bool:
+    """Whether a model that loads tensors of its own sizes does nothing but copy them: all of its
+    modules load as torch's do, and nobody else's code runs meanwhile."""
+    return all(map(_loads_as_torch_does, model.modules())) and all(
+        type(tensor).__module__.startswith(("torch.", "fxzero.")) or type(tensor) is Tensor
+        for tensor in (*model.parameters(), *model.buffers())
+    )
+
+
+def _loads_as_torch_does(module: nn.Module) -> bool:
+    own = type(module)
+    are_torchs = all(
+        name not in vars(module)
+        and getattr(getattr(own, name), "__module__", "").startswith("torch.nn.")
+        for name in _LOADS
+    )
+    return are_torchs and all(hook is take_rows for hook in load_hooks(module))
 
 
 def _copies_of(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ def guard(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     _meshes.add(mesh)
     copyreg.pickle(DTensor, _reduce)
-    model.register_load_state_dict_pre_hook(_take_rows)
+    model.register_load_state_dict_pre_hook(take_rows)
 
 
 def _reduce(tensor: DTensor) -> tuple[Any, ...]:
@@ -146,7 +146,7 @@ def refuse_bytes(func: Callable[..., Any], value: Any) -> None:
         frame, depth = frame.f_back, depth + 1
 
 
-def _take_rows(
+def take_rows(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any, **__: Any
 ) -> None:
     """Cut this rank's rows out of full tensors that are about to be loaded."""

@@ -294,6 +294,20 @@ FAULTS = (
         "tests/checkpoint/test_ranks.py::test_a_model_of_one_rank_that_takes_nothing_is_an_error_on_all[hook]",
     ),
     Fault(
+        "a rank keeps no copy of its model where another rank's may refuse",
+        "fxzero/checkpoint/loading.py",
+        "may_refuse = any(ranks.gather(not takes_what_fits(state.model)))",
+        "may_refuse = not takes_what_fits(state.model)",
+        "tests/checkpoint/test_ranks.py::test_a_model_of_one_rank_that_takes_nothing_is_an_error_on_all[model]",
+    ),
+    Fault(
+        "a model's hooks are thought to refuse nothing",
+        "fxzero/checkpoint/undo.py",
+        "return are_torchs and all(hook is take_rows for hook in load_hooks(module))",
+        "return are_torchs",
+        "tests/checkpoint/test_undo.py::test_a_model_with_code_of_its_own_is_kept[hook]",
+    ),
+    Fault(
         "what an optimizer has dropped from its state stays away",
         "fxzero/checkpoint/undo.py",
         "own.update(values)",
