@@ -62,7 +62,8 @@ class Finder:
         self.decompositions = decompositions
         self.has_backward = any(True for _ in graph.nodes(phase=Phase.BACKWARD))
         self.left: list[tuple[str, list[fx.Node]]] = []
-        self.exact: dict[object, tuple[Pattern, list[int]] | None] = {}
+        self.exact: dict[object, _Exact] = {}
+        """Of tensors of sizes that vary."""
         self.calls: dict[object, fx.Graph | None] = {}
         self.index()
 
@@ -151,13 +152,19 @@ class Finder:
         """An idiom on these inputs, its gradients' sums taken apart into their terms."""
         values = [node.meta["val"] for node in inputs]
         key = (idiom, _key(values), tuple(numbers.items()), differentiated, tracer)
-        if key not in self.exact:
+        fake_mode, known = self.graph.fake_mode, self.exact
+        if not any(map(_compat.has_symbolic_shape, values)):  # whose names are of this graph alone
+            fake_mode, known = _compat.fake_tensors(), _exact_patterns
+            key = (*key, bool(self.decompositions))
+        if key not in known:
             graph = trace(
                 partial(idiom.write, **numbers), values, differentiated,
-                self.decompositions, self.graph.fake_mode, tracer,
+                self.decompositions, fake_mode, tracer,
             )  # fmt: skip
-            self.exact[key] = _by_terms(graph) if graph is not None else None
-        return self.exact[key] or (None, [])
+            if len(known) == _MOST_KNOWN:
+                del known[next(iter(known))]
+            known[key] = _by_terms(graph) if graph is not None else None
+        return known[key] or (None, [])
 
 
 def _in_forward(_: fx.Node, node: fx.Node) -> bool:
@@ -232,6 +239,10 @@ def trace(
     return graph
 
 
+_Exact = tuple[Pattern, list[int]] | None
+_MOST_KNOWN = 1024
+_exact_patterns: dict[object, _Exact] = {}
+"""Idioms on tensors of fixed sizes, those that were traced last: equal in every graph."""
 _loose_patterns: dict[object, Pattern | None] = {}
 
 

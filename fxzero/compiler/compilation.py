@@ -317,7 +317,8 @@ class Compilation:
             if is_backward and self.specs[key].zero == 0  # others never arrive unreduced
         }
         part = "backward" if is_backward else "forward"
-        call = executable(side, self.states(), gradients, times=self._times(part))
+        times = self._times(part)
+        call = executable(side, self.states(), gradients, times=times, is_kept=self.keep_graphs)
         if self.around is not None:
             call = self.around(part, side, call)
         self._write()
@@ -342,7 +343,8 @@ class Compilation:
             del self.records[-len(self.pipelines.lowering) :]
             self.run(graph, [_waiting(one) for one in self.pipelines.lowering], given)
             self._verify_peak(graph)
-        call = executable(graph, self.states(), times=self._times("step"))
+        times = self._times("step")
+        call = executable(graph, self.states(), times=times, is_kept=self.keep_graphs)
         if self.around is not None:
             call = self.around("step", graph, call)
         self.folds = Folds()  # no other graph of this step comes

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fxzero._compat import collecting_only_new_objects
 from fxzero.cost.resources import available_bytes, cores
 
 T = TypeVar("T")
@@ -64,7 +65,10 @@ def _in_processes(tasks: Sequence[Callable[[], T]], count: int) -> list[T]:
     global _tasks
     _tasks = tasks
     try:
-        with ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _begin) as pool:
+        with (
+            collecting_only_new_objects(),
+            ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _begin) as pool,
+        ):
             futures = [pool.submit(_run, number) for number in range(len(tasks))]
             try:
                 return [future.result() for future in futures]

@@ -59,6 +59,7 @@ def executable(
     gradients: Mapping[int, str] | None = None,
     *,
     times: NodeTimes | None = None,
+    is_kept: bool = False,
 ) -> Callable[[list[Any]], Any]:
     """The scheduled graph as a function of a list of inputs, which it empties.
 
@@ -69,6 +70,8 @@ def executable(
         states: the models whose traffic counters each run adds to.
         gradients: the keys of parameters whose reduced gradients it returns, by position.
         times: what measures some of its runs; nodes stay then.
+        is_kept: whether somebody looks at the graph, and keeps it: its code is made when it is
+            called, which may never be.
 
     Raises:
         NotSteadyError: a micro-step of the graph shall stand for others, and cannot.
@@ -76,7 +79,9 @@ def executable(
     graph.graph.lint()
     check_constants(graph, "executable")
     # Not graph.module: AOTAutograd makes it lazy, and a lazy module has no code of its own.
-    make = generated if times is None else times.generated(generated)
+    make = generated_when_called if is_kept else generated
+    if times is not None:
+        make = times.generated(generated)
     if graph.steady_runs > 1:
         forward = looped(graph, find_loop(graph), make)
     else:
@@ -134,6 +139,19 @@ def generated(graph: StepGraph, part: fx.Graph) -> Callable[..., Any]:
     """The code of a part of a graph, a function of ``self`` and its inputs."""
     forward: Callable[..., Any] = type(fx.GraphModule(graph.module, part)).forward
     return forward
+
+
+def generated_when_called(graph: StepGraph, part: fx.Graph) -> Callable[..., Any]:
+    """What `generated` returns, made by the first call."""
+    forward: Callable[..., Any] | None = None
+
+    def call(*arguments: Any) -> Any:
+        nonlocal forward
+        if forward is None:
+            forward = generated(graph, part)
+        return forward(*arguments)
+
+    return call
 
 
 def _attributes(module: fx.GraphModule) -> SimpleNamespace:

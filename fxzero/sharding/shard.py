@@ -626,7 +626,8 @@ def _split(
             full.data = at_home(full.data, spec.device)
         return full
     values = full.detach().to(device).contiguous()
-    torch.distributed.broadcast(values, src=0)
+    if not is_fake(values):
+        torch.distributed.broadcast(values, src=0)
     if spec.state.zero == 0 and not spec.stages:
         if full.device == (device if spec.device is None else HOST):
             full.detach().copy_(values)

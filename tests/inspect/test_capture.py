@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from fxzero.compiler.config import Config
 from fxzero.inspect import capture
 from fxzero.inspect.capture import SharedModel, fake_ranks, scalar_of
 from fxzero.inspect.targets import Batch
+from fxzero.runtime import executor
 from tests.tracing import BY_LAYER, Chain, chain
 
 
@@ -93,6 +96,23 @@ def test_inference() -> None:
     (compilation,) = captured.compilations
     assert compilation.joint is not None
     assert {t.stamp.lane.value for t in compilation.joint.transfers()} == {"gather"}
+
+
+@pytest.mark.parametrize("step", [False, True])
+def test_no_code_is_made_of_a_step_that_does_not_run(
+    step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a whole step, that is; of the ordinary loop each side is called, on fake tensors."""
+    made: list[object] = []
+    generate = executor.generated
+
+    def generated(graph: Any, part: Any) -> Any:
+        made.append(part)
+        return generate(graph, part)
+
+    monkeypatch.setattr(executor, "generated", generated)
+    capture(lambda: (Chain(2), torch.randn(4, 8)), zero=3, world_size=8, step=step)
+    assert len(made) == (0 if step else 2)
 
 
 def test_nothing_is_left_behind() -> None:

@@ -20,6 +20,7 @@ from fxzero.compiler.compilation import Compilation
 from fxzero.compiler.run import PassRecord
 from fxzero.errors import ConfigError
 from fxzero.kernels import chunked_cross_entropy
+from fxzero.passes import find_idioms
 from fxzero.schedule.simulate import simulate_memory
 from fxzero.schedule.storage import Kind
 from tests.pairwise import pairwise
@@ -157,6 +158,33 @@ def test_an_idiom_becomes_its_kernel(idiom: str, decomposed: bool) -> None:
     found = compiled_step(model, x, force=kernel)
     assert found.notes == {kernel: 1}
     check_equal(found, loss, grads, 1e-12)
+
+
+def test_an_idiom_of_one_size_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all graphs, and for each dtype and each size anew."""
+    traced: list[object] = []
+
+    def trace(function: Any, values: list[Tensor], *rest: Any) -> Any:
+        traced.append(function)
+        return find_idioms_trace(function, values, *rest)
+
+    find_idioms_trace = find_idioms.trace
+    monkeypatch.setattr(find_idioms, "trace", trace)
+    monkeypatch.setattr(find_idioms, "_exact_patterns", {})
+    model = Written(rms_llama, (8,)).double()
+    rows: dict[int, list[int]] = {}
+    for count in (3, 3, 5):
+        traced.clear()
+        x = torch.randn(2, count, 8).double()
+        loss, grads = eager_step(model, x)
+        check_equal(compiled_step(model, x, force="rms_norm"), loss, grads, 1e-12)
+        rows.setdefault(count, []).append(len(traced))
+    assert rows[3][1] < rows[3][0]
+    assert rows[5] == [rows[3][1] + 1]
+    most = len(find_idioms._exact_patterns)
+    monkeypatch.setattr(find_idioms, "_MOST_KNOWN", most)
+    compiled_step(model, torch.randn(2, 6, 8).double(), force="rms_norm")
+    assert len(find_idioms._exact_patterns) == most
 
 
 class Head(nn.Module):
