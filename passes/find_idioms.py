@@ -151,11 +151,11 @@ class Finder:
     ) -> tuple[Pattern | None, list[int]]:
         """An idiom on these inputs, its gradients' sums taken apart into their terms."""
         values = [node.meta["val"] for node in inputs]
-        key = (idiom, _key(values), tuple(numbers.items()), differentiated, tracer)
+        key: object = (idiom, _key(values), tuple(numbers.items()), differentiated, tracer)
         fake_mode, known = self.graph.fake_mode, self.exact
         if not any(map(_compat.has_symbolic_shape, values)):  # whose names are of this graph alone
             fake_mode, known = _compat.fake_tensors(), _exact_patterns
-            key = (*key, bool(self.decompositions))
+            key = key, bool(self.decompositions)
         if key not in known:
             graph = trace(
                 partial(idiom.write, **numbers), values, differentiated,

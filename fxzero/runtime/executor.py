@@ -79,9 +79,9 @@ def executable(
     graph.graph.lint()
     check_constants(graph, "executable")
     # Not graph.module: AOTAutograd makes it lazy, and a lazy module has no code of its own.
-    make = generated_when_called if is_kept else generated
-    if times is not None:
-        make = times.generated(generated)
+    make = generated if times is None else times.generated(generated)
+    if is_kept and times is None:
+        make = generated_when_called
     if graph.steady_runs > 1:
         forward = looped(graph, find_loop(graph), make)
     else:
