@@ -155,7 +155,7 @@ class Finder:
         fake_mode, known = self.graph.fake_mode, self.exact
         if not any(map(_compat.has_symbolic_shape, values)):  # whose names are of this graph alone
             fake_mode, known = _compat.fake_tensors(), _exact_patterns
-            key = key, bool(self.decompositions)
+            key = key, repr(numbers), len(self.decompositions), _surroundings()
         if key not in known:
             graph = trace(
                 partial(idiom.write, **numbers), values, differentiated,
@@ -194,6 +194,13 @@ def _combinations(inputs: list[fx.Node], has_backward: bool) -> list[tuple[bool,
         *((True, False) if f and has_backward else (False,) for f in floats)
     )
     return sorted(choices, key=sum, reverse=True)
+
+
+def _surroundings() -> object:
+    """What else decides what a trace of some code is."""
+    devices = ("cpu", "cuda")
+    casts = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+    return tuple(casts), torch.are_deterministic_algorithms_enabled()
 
 
 def _key(values: list[Tensor]) -> object:

@@ -22,7 +22,7 @@ from fxzero.checkpoint.found import Found
 from fxzero.checkpoint.ranks import Ranks, all_ranks
 from fxzero.checkpoint.saving import wait_for_running
 from fxzero.checkpoint.state import TrainState
-from fxzero.checkpoint.undo import Before, takes_what_fits
+from fxzero.checkpoint.undo import Before, only_copies
 from fxzero.checkpoint.wholeness import NotWholeError
 from fxzero.errors import CheckpointError, nearest
 
@@ -199,7 +199,7 @@ def _before(state: TrainState, ranks: Ranks) -> Before | None:
     """Copies to go back to, where other ranks may fail and there is room. A collective."""
     if ranks.size == 1:
         return None
-    may_refuse = any(ranks.gather(not takes_what_fits(state.model)))
+    may_refuse = any(ranks.gather(not only_copies(state)))
     try:
         return Before(state, ranks.size, with_model=may_refuse)
     except Exception:  # no reason not to load
@@ -214,7 +214,10 @@ def _apply(found: Found, before: Before | None, ranks: Ranks) -> None:
     """
     if before is not None:
         before.wait()
-    for apply in (found.apply_parts, found.apply_optimizer, found.apply_model):
+    of_tensors = [found.apply_model, found.apply_optimizer]
+    if before is not None and not before.with_model:  # nothing may be refused behind the model
+        of_tensors.reverse()  # elsewhere an optimizer may read what its parameters have become
+    for apply in (found.apply_parts, *of_tensors):
         error: Exception | None = None
         try:
             apply()

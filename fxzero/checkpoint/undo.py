@@ -4,8 +4,8 @@
     restore   back into the tensors that are there now, below every hook, as those may have refused
 
 An optimizer that loads as torch's do takes other tensors in place of its own, which then are as
-they were. Models that load as torch's do, on all ranks, refuse nothing of what was compared before,
-and load last. Of neither are there copies.
+they were. Models that load as torch's do, beside such optimizers on all ranks, refuse nothing of
+what was compared before, and load last. Of neither are there copies.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ class Before:
     Args:
         state: of which the parts are left alone.
         ranks_here: how many ranks share this host's memory at most.
-        with_model: whether a rank's model may refuse what fits, as `takes_what_fits` says.
+        with_model: whether a rank's model or optimizer may refuse what fits, or write to a model
+            that the other ranks leave: see `only_copies`.
     """
 
     def __init__(self, state: TrainState, ranks_here: int, *, with_model: bool) -> None:
         self._state = state
         optimizer = state.optimizer
         self._of_optimizer = _written_by(state.model, optimizer)
-        self._keeps_model = with_model
+        self.with_model = with_model
         tensors = {**self._of_model(), **self._of_optimizer}
-        kept = tensors if self._keeps_model else self._of_optimizer
+        kept = tensors if self.with_model else self._of_optimizer
         self._parts = {name: local_part(tensor) for name, tensor in kept.items()}
         num_bytes = sum(part.nbytes for part in self._parts.values())
         self._has_room = 2 * num_bytes * ranks_here < available_bytes()
@@ -106,7 +107,7 @@ class Before:
         for name, value in self._extra.items():
             self._state.model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
         tensors = {**self._of_model(), **self._of_optimizer}
-        is_whole = self._keeps_model or all(
+        is_whole = self.with_model or all(
             self._versions.get(tensor) == version_of(tensor) for tensor in self._of_model().values()
         )
         with torch.no_grad():
@@ -128,7 +129,7 @@ class Before:
 
 def _written_by(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """The tensors of an optimizer's state that it may write into where it loads another."""
-    if optimizer is None or _replaces_tensors(optimizer):
+    if optimizer is None or replaces_tensors(optimizer):
         return {}
     return {
         f"optimizer.{name}.{key}": value
@@ -136,6 +137,13 @@ def _written_by(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tens
         for key, value in own.items()
         if isinstance(value, Tensor)
     }
+
+
+def only_copies(state: TrainState) -> bool:
+    """Whether nobody's code but torch's runs when a model and its optimizer are loaded: neither
+    refuses what fits, and in which order they load is of no matter."""
+    takes = state.optimizer is None or replaces_tensors(state.optimizer)
+    return takes and takes_what_fits(state.model)
 
 
 def takes_what_fits(model: nn.Module) -> bool:
@@ -151,7 +159,7 @@ def _loads_as_torch_does(module: nn.Module) -> bool:
     own = type(module)
     are_torchs = all(
         name not in vars(module)
-        and getattr(getattr(own, name), "__module__", "").startswith("torch.nn.")
+        and str(getattr(getattr(own, name), "__module__", "")).startswith("torch.nn.")
         for name in _LOADS
     )
     return are_torchs and all(hook is take_rows for hook in load_hooks(module))
@@ -165,7 +173,7 @@ def _copies_of(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return copies
 
 
-def _replaces_tensors(optimizer: Optimizer) -> bool:
+def replaces_tensors(optimizer: Optimizer) -> bool:
     """Whether an optimizer that loads a state dict leaves the tensors of its state as they are: one
     of torch's own does, and nobody else's code runs meanwhile."""
     is_torchs = type(optimizer).__module__.startswith("torch.optim.")

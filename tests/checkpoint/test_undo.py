@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 import fxzero
 from fxzero.checkpoint import undo
+from fxzero.checkpoint.staging import local_part
+from tests.parity.harness import Pools
 
 
 class Loads(nn.Linear):
@@ -79,3 +82,36 @@ def test_a_model_that_copies_is_not_kept(zero: int | None) -> None:
     if zero is not None:
         model = fxzero.shard(model, zero=zero)
     assert undo.takes_what_fits(model)
+
+
+class Masters(torch.optim.AdamW):
+    """Has copies of its parameters, which it makes anew when it loads."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.masters = [p.detach().clone() for g in self.param_groups for p in g["params"]]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_optimizer_reads_what_its_parameters_have_become(
+    ranks: Pools, tmp_path: Path, num_ranks: int
+) -> None:
+    """It loads behind the model, wherever it is not torch's own."""
+    ranks(num_ranks, timeout_s=60).run(reads_parameters, tmp_path)
+
+
+def reads_parameters(folder: Path) -> None:
+    """Job."""
+    model = fxzero.shard(nn.Linear(4, 4), zero=3)
+    optimizer = Masters(model.parameters(), 0.1)
+    state = fxzero.TrainState(model, optimizer)
+    assert not undo.only_copies(state)
+    assert undo.only_copies(fxzero.TrainState(model, torch.optim.AdamW(model.parameters())))
+    fxzero.checkpoint.save(state, folder, step=1).wait()
+    saved = [local_part(p).clone() for p in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local_part(parameter).add_(1)
+    fxzero.checkpoint.load(state, folder)
+    for master, value in zip(optimizer.masters, saved, strict=True):
+        assert torch.equal(local_part(master), value)

@@ -296,8 +296,8 @@ FAULTS = (
     Fault(
         "a rank keeps no copy of its model where another rank's may refuse",
         "fxzero/checkpoint/loading.py",
-        "may_refuse = any(ranks.gather(not takes_what_fits(state.model)))",
-        "may_refuse = not takes_what_fits(state.model)",
+        "may_refuse = any(ranks.gather(not only_copies(state)))",
+        "may_refuse = not only_copies(state)",
         "tests/checkpoint/test_ranks.py::test_a_model_of_one_rank_that_takes_nothing_is_an_error_on_all[model]",
     ),
     Fault(
