@@ -151,11 +151,11 @@ class Finder:
     ) -> tuple[Pattern | None, list[int]]:
         """An idiom on these inputs, its gradients' sums taken apart into their terms."""
         values = [node.meta["val"] for node in inputs]
-        key: object = (idiom, _key(values), tuple(numbers.items()), differentiated, tracer)
+        setting = len(self.decompositions), _surroundings()
+        key = idiom, _key(values), repr(numbers), differentiated, tracer, setting
         fake_mode, known = self.graph.fake_mode, self.exact
         if not any(map(_compat.has_symbolic_shape, values)):  # whose names are of this graph alone
             fake_mode, known = _compat.fake_tensors(), _exact_patterns
-            key = key, repr(numbers), len(self.decompositions), _surroundings()
         if key not in known:
             graph = trace(
                 partial(idiom.write, **numbers), values, differentiated,

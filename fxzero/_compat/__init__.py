@@ -124,12 +124,7 @@ from fxzero._compat.memory import (
     storage_identity,
     trim_heap,
 )
-from fxzero._compat.modules import (
-    active_ddp_module,
-    load_hooks,
-    module_call,
-    num_module_hooks,
-)
+from fxzero._compat.modules import active_ddp_module, load_hooks, module_call, num_module_hooks
 from fxzero._compat.nodes import (
     OpOverload,
     arguments_of,

@@ -4,7 +4,7 @@ of the manifest   files, their lengths and hashes
 .metadata         which tensors there are           ──► compared with the model's, and the
 values.json       groups, scheduler, generators, …      optimizer's
 read()            copies of all that this rank needs, checked
-apply_…()         the parts, the optimizer and the model go on from them
+apply_…()         the parts, the model and the optimizer go on from them
 """
 
 from __future__ import annotations

@@ -109,7 +109,9 @@ def _load(
     folder = Path(folder)
     skipped: list[str] = []
     candidates = _candidates(folder, step, ranks)
-    before = _before(state, ranks) if candidates else None
+    # Nobody else's code may refuse anything, or see in which order it is done.
+    copies = all(ranks.gather(only_copies(state)))
+    before = _before(state, ranks, with_model=not copies) if candidates else None
     for path in candidates:
         found = _read(path, state, ranks, leave, prefix, before)
         if isinstance(found, NotWholeError):
@@ -117,7 +119,7 @@ def _load(
             continue
         if step not in (None, found.step):
             raise CheckpointError(f"{path} is the checkpoint of step {found.step}, not {step}")
-        _apply(found, before, ranks)
+        _apply(found, before, ranks, model_last=copies)
         if skipped:
             log.warning("checkpoints were skipped: %s", "; ".join(skipped))
         log.info("going on from %s", path)
@@ -195,18 +197,17 @@ _CHANGED = (
 )
 
 
-def _before(state: TrainState, ranks: Ranks) -> Before | None:
-    """Copies to go back to, where other ranks may fail and there is room. A collective."""
+def _before(state: TrainState, ranks: Ranks, *, with_model: bool) -> Before | None:
+    """Copies to go back to, where other ranks may fail and there is room."""
     if ranks.size == 1:
         return None
-    may_refuse = any(ranks.gather(not only_copies(state)))
     try:
-        return Before(state, ranks.size, with_model=may_refuse)
+        return Before(state, ranks.size, with_model=with_model)
     except Exception:  # no reason not to load
         return None
 
 
-def _apply(found: Found, before: Before | None, ranks: Ranks) -> None:
+def _apply(found: Found, before: Before | None, ranks: Ranks, *, model_last: bool) -> None:
     """Let the run go on from a checkpoint, if all ranks can. A collective.
 
     Raises:
@@ -214,10 +215,9 @@ def _apply(found: Found, before: Before | None, ranks: Ranks) -> None:
     """
     if before is not None:
         before.wait()
+    # An optimizer of somebody's own may read what its parameters have become.
     of_tensors = [found.apply_model, found.apply_optimizer]
-    if before is not None and not before.with_model:  # nothing may be refused behind the model
-        of_tensors.reverse()  # elsewhere an optimizer may read what its parameters have become
-    for apply in (found.apply_parts, *of_tensors):
+    for apply in (found.apply_parts, *(reversed(of_tensors) if model_last else of_tensors)):
         error: Exception | None = None
         try:
             apply()

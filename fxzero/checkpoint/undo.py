@@ -45,9 +45,9 @@ class Before:
         self._state = state
         optimizer = state.optimizer
         self._of_optimizer = _written_by(state.model, optimizer)
-        self.with_model = with_model
+        self._with_model = with_model
         tensors = {**self._of_model(), **self._of_optimizer}
-        kept = tensors if self.with_model else self._of_optimizer
+        kept = tensors if self._with_model else self._of_optimizer
         self._parts = {name: local_part(tensor) for name, tensor in kept.items()}
         num_bytes = sum(part.nbytes for part in self._parts.values())
         self._has_room = 2 * num_bytes * ranks_here < available_bytes()
@@ -107,7 +107,7 @@ class Before:
         for name, value in self._extra.items():
             self._state.model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
         tensors = {**self._of_model(), **self._of_optimizer}
-        is_whole = self.with_model or all(
+        is_whole = self._with_model or all(
             self._versions.get(tensor) == version_of(tensor) for tensor in self._of_model().values()
         )
         with torch.no_grad():

@@ -161,7 +161,7 @@ def test_an_idiom_becomes_its_kernel(idiom: str, decomposed: bool) -> None:
 
 
 def test_an_idiom_of_one_size_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For all graphs, and for each dtype and each size anew."""
+    """For all graphs; for each size, and in other surroundings, anew."""
     traced: list[object] = []
 
     def trace(function: Any, values: list[Tensor], *rest: Any) -> Any:
@@ -181,6 +181,13 @@ def test_an_idiom_of_one_size_is_traced_once(monkeypatch: pytest.MonkeyPatch) ->
         rows.setdefault(count, []).append(len(traced))
     assert rows[3][1] < rows[3][0]
     assert rows[5] == [rows[3][1] + 1]
+    traced.clear()
+    torch.use_deterministic_algorithms(True)
+    try:
+        compiled_step(model, torch.randn(2, 5, 8).double(), force="rms_norm")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(traced) == rows[5][0]
     most = len(find_idioms._exact_patterns)
     monkeypatch.setattr(find_idioms, "_MOST_KNOWN", most)
     compiled_step(model, torch.randn(2, 6, 8).double(), force="rms_norm")

@@ -296,8 +296,8 @@ FAULTS = (
     Fault(
         "an optimizer loads before the parameters that it reads",
         "fxzero/checkpoint/loading.py",
-        "if before is not None and not before.with_model:",
-        "if True:",
+        "reversed(of_tensors) if model_last else of_tensors",
+        "reversed(of_tensors)",
         "tests/checkpoint/test_undo.py::test_an_optimizer_reads_what_its_parameters_have_become[1]",
     ),
     Fault(
