@@ -121,6 +121,8 @@ class Context:
     """What updates the parameters, in a whole step."""
     costs: CostModel = field(default_factory=lambda: AnalyticCosts(load_cluster("laptop")))
     """What things take, by which all ranks decide alike."""
+    on_cpu: bool = False
+    """Whether it is a CPU's costs: its ranks talk over gloo."""
     fuses: bool = True
     """Whether runs of compute will be compiled regions."""
     replays: bool = False

@@ -22,11 +22,10 @@ from torch import fx
 from fxzero._compat import create_node
 from fxzero.cost.analytic import work_of_piece
 from fxzero.cost.flops import REPEATED, repeated_flops
-from fxzero.cost.workspace import piece_bytes
 from fxzero.graph import Lane, Role, StepGraph
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.base import Context, Fact, Notes, Pass
-from fxzero.regions.cutout import Cutout, cut_out, move_parts_together, runs
+from fxzero.regions.cutout import PIECE, Cutout, cut_out, move_parts_together, runs
 from fxzero.regions.region import CACHE, Region, Structure
 
 
@@ -70,7 +69,7 @@ def lower_run(graph: StepGraph, cutout: Cutout, structure: Structure) -> None:
     call.meta["val"] = tuple(n.meta["val"] for n in cutout.outputs)
     call.meta["fxzero_work"] = work_of_piece(cutout.piece)
     call.meta[REPEATED] = repeated_flops(cutout.run)
-    call.meta["fxzero_region_bytes"] = piece_bytes(cutout.piece)
+    call.meta[PIECE] = cutout.piece
     set_stamp(call, stamp)
     end = call
     for i, node in enumerate(cutout.outputs):

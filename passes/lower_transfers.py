@@ -27,7 +27,7 @@ from torch import fx
 
 from fxzero.graph import Lane, Role, StepGraph
 from fxzero.graph.aliases import root, view_base
-from fxzero.graph.launch import Call
+from fxzero.graph.launch import IN_PLACE, Call
 from fxzero.graph.operators import num_bytes, writes_memory
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.graph.step_graph import TransferNodes
@@ -49,12 +49,17 @@ def is_own(node: fx.Node) -> bool:
     return False
 
 
+def owned(sent: Sequence[fx.Node]) -> list[bool]:
+    """By tensor, whether it is sent once, and nobody else reads it."""
+    # A gradient of two parameters (of ``a + b``, say) is sent twice, and is neither's own.
+    times = Counter(map(root, sent))
+    return [times[root(node)] == 1 and is_own(node) for node in sent]
+
+
 def messages_of(record: Transfer, tensors: Sequence[fx.Node]) -> tuple[Call, Call]:
     """How gloo runs a transfer: the launch and, its first argument to come, the wait."""
     sent = list(tensors)
-    # A gradient of two parameters (of ``a + b``, say) is sent twice, and is neither's own.
-    times = Counter(map(root, sent))
-    own = [times[root(node)] == 1 and is_own(node) for node in sent]
+    own = owned(sent)
     launch: Call
     match record.kind:
         case TransferKind.ALL_GATHER:
@@ -139,6 +144,16 @@ def lower_transfers(graph: StepGraph) -> int:
     return len(transfers)
 
 
+def note_sums_in_place(graph: StepGraph) -> None:
+    """Note which sums gloo would make in place, in a step whose ranks are fake: what their memory
+    is found out by."""
+    for transfer in graph.transfers():
+        kind, group = transfer.record.kind, transfer.record.group
+        is_fake = kind is TransferKind.ALL_REDUCE and backend_of(group, "cpu") == "fake"
+        if is_fake and not _is_own(transfer):
+            transfer.launch.meta[IN_PLACE] = owned(transfer.tensors)
+
+
 @dataclass(frozen=True)
 class LowerTransfers(Pass):
     """Choose the collectives that the backend runs without packing lists."""
@@ -150,4 +165,6 @@ class LowerTransfers(Pass):
         """See the module's docstring."""
         released = release_own(graph, fuses=ctx.fuses)
         notes = {"released": released} if released else {}
+        if ctx.on_cpu:
+            note_sums_in_place(graph)
         return Notes(lowered=lower_transfers(graph), **notes)

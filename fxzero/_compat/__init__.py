@@ -110,6 +110,7 @@ from fxzero._compat.frames import with_room_for_frames
 from fxzero._compat.inductor import (
     inductor_compile,
     inductor_decompositions,
+    inductor_wrapper,
     options_for_one_kernel,
     probe_vector_instructions,
 )
@@ -243,6 +244,7 @@ __all__ = [
     "hinted",
     "inductor_compile",
     "inductor_decompositions",
+    "inductor_wrapper",
     "init_fake_process_group",
     "init_optimizer_state",
     "input_index",

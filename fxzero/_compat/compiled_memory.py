@@ -21,18 +21,18 @@ import torch
 
 
 def held_bytes(
-    compiled: Callable[..., Any], workspaces: Mapping[str, int] = MappingProxyType({})
+    compiled: Callable[..., Any] | str, workspaces: Mapping[str, int] = MappingProxyType({})
 ) -> int | None:
     """The most bytes that a compiled graph holds while it runs: outputs included, inputs not.
 
     Args:
-        compiled: what `compile_fx_inner` has returned.
+        compiled: what `compile_fx_inner` has returned, or the Python that it would call.
         workspaces: by operator, what it takes for itself while it runs.
 
     Returns:
         None where its source is missing, or says something that is not understood.
     """
-    source = getattr(compiled, "source_code", None)
+    source = compiled if isinstance(compiled, str) else getattr(compiled, "source_code", None)
     if not isinstance(source, str):
         return None
     try:

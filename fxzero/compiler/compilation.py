@@ -243,6 +243,7 @@ class Compilation:
         }
         self.context.fuses = self.config.fuses
         self.context.costs = self.config.cost.make(graph, fuses=self.config.fuses)
+        self.context.on_cpu = self.config.cost.device_type(graph) == "cpu"
 
     def take(self, pipelines: Pipelines) -> None:
         """Go on with some passes."""

@@ -19,6 +19,9 @@ import torch
 
 from fxzero.errors import ConfigError, nearest
 
+TYPES = ("cuda", "cpu")
+"""Of devices."""
+
 
 @dataclass(frozen=True)
 class DeviceSpec:
@@ -37,6 +40,8 @@ class DeviceSpec:
     """Share of the bandwidth that large streaming operators reach."""
     launch_us: float = 0.0
     """Of one operator or fused kernel."""
+    type: str = "cuda"
+    """What torch calls it: ``cuda``, or ``cpu``, whose ranks talk over gloo."""
     random_per_s: float = 0.0
     """Random numbers that it draws in a second, where it draws one after the other; 0 where
     drawing is as fast as writing."""
@@ -133,6 +138,10 @@ class ClusterSpec:
         for what, value in positive.items():
             if not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"cluster {self.name!r}: {what}={value} must be positive")
+        if device.type not in TYPES:
+            raise ConfigError(
+                f"cluster {self.name!r}: device.type={device.type!r} must be one of {list(TYPES)}"
+            )
         for what in ("flops_efficiency", "memory_efficiency"):
             if getattr(device, what) > 1:
                 raise ConfigError(
@@ -220,7 +229,7 @@ def _parse(content: bytes, name: str) -> Any:
 
 _HOST_RATES = ("up_bytes_per_s", "down_bytes_per_s", "memory_bytes_per_s", "memory_bytes")
 _DISK_RATES = ("read_bytes_per_s", "write_bytes_per_s", "num_bytes")
-_TEXTS = ("name", "sources")
+_TEXTS = ("name", "type", "sources")
 _COUNTS = ("devices_per_node", "num_nodes")
 
 

@@ -30,6 +30,7 @@ from fxzero._compat import (
     pytree,
     real_tensors,
 )
+from fxzero.cost.flops import flops_of
 from fxzero.graph.aliases import is_view
 
 _measured: dict[Any, int] = {}
@@ -95,11 +96,31 @@ def measure(nodes: Iterable[fx.Node]) -> None:
     not alike, and as much memory as the largest of them.
     """
     for node in nodes:
-        if _is_measurable(node) and (key := _key(node)) not in _measured:
-            try:
-                _measured[key] = _run(node)
-            except (RuntimeError, IndexError, ValueError):
-                continue
+        if not _is_measurable(node) or (key := _key(node)) in _measured:
+            continue
+        if (num_bytes := _seen(node)) is not None:
+            _measured[key] = num_bytes
+
+
+def seen_bytes(node: fx.Node) -> int | None:
+    """What an operator is seen to hold when it is run, once and for nobody else; None of one for
+    which a formula does, which cannot be run, or which would take long."""
+    if node.target not in _BY_LAYOUT or flops_of(node) > _MOST_FLOPS or not _is_measurable(node):
+        return None
+    return _seen(node)
+
+
+_BY_LAYOUT = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
+"""Operators for which a library chooses layouts by the processor."""
+_MOST_FLOPS = 5e10
+"""Half a second on one core."""
+
+
+def _seen(node: fx.Node) -> int | None:
+    try:
+        return _run(node)
+    except (RuntimeError, IndexError, ValueError):
+        return None
 
 
 def _is_measurable(node: fx.Node) -> bool:

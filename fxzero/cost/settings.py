@@ -69,6 +69,11 @@ class CostSettings:
         base = AnalyticCosts(cluster)
         return MeasuredCosts(base, device_type, fuses, graph.fake_mode, identity)
 
+    def device_type(self, graph: StepGraph) -> str:
+        """What torch calls the devices whose costs these are: of a step that is only looked at
+        others than its tensors', which are fake."""
+        return self._cluster(device_of(graph)).device.type
+
     def device_bytes(self, device_type: str) -> int:
         """What the device has for this rank: the cluster's figure where one was named or ranks are
         fake, else this machine's."""

@@ -1,29 +1,24 @@
-"""What an operator, or a compiled region, allocates while it runs.
+"""What an operator allocates while it runs.
 
 Memory is simulated from values of nodes; an operator that works through its input in chunks
 holds a chunk too. Whoever defines such an operator registers a formula, as
-`torch.utils.flop_counter` has it for FLOPs. A region holds the buffers that fusion leaves.
+`torch.utils.flop_counter` has it for FLOPs.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import operator
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxzero._compat import OpOverload, held_bytes, hint
-from fxzero.cost.analytic import flops_of, hinted_value
-from fxzero.cost.library_workspace import is_measuring, measured_bytes, measured_region_bytes
-from fxzero.graph.aliases import is_view
+from fxzero._compat import OpOverload, hint
+from fxzero.cost.analytic import hinted_value
+from fxzero.cost.library_workspace import measured_bytes
 from fxzero.graph.operators import tensor_bytes
-from fxzero.graph.pieces import Piece
-from fxzero.regions.region import CACHE, Structure
 from fxzero.runtime.random import STATE_BYTES
 
 _formulas: dict[Any, Callable[..., int]] = {}
@@ -293,120 +288,3 @@ def _blocked(x: Tensor) -> int:
         // channels
         * max(BLOCK // 2, _padded(channels) if channels > BLOCK // 2 else 0)
     )
-
-
-_REDUCTIONS = {"sum", "mean", "amax", "amin", "var_mean", "var", "prod", "argmax", "any", "all"}
-
-
-def rounds_by_place(node: fx.Node) -> bool:
-    """Whether a compiled region rounds some elements otherwise than another one might.
-
-    On CPU Inductor computes a row's last elements, that fill no vector, by the scalar functions of
-    the C library, unless it makes one row of all: the last bit of an exponential differs.
-    """
-    value = node.meta.get("val")
-    if not isinstance(node.target, OpOverload) or not isinstance(value, torch.Tensor):
-        return False
-    if value.device.type != "cpu" or value.dim() == 0 or not value.dtype.is_floating_point:
-        return False
-    is_exact = node.target.overloadpacket.__name__ in _EXACT
-    is_pointwise = torch.Tag.pointwise in node.target.tags
-    return is_pointwise and not is_exact and hint(value.shape[-1]) % VECTOR != 0
-
-
-VECTOR = 16
-"""Most elements of a CPU's vector register: AVX-512's of fp32."""
-_EXACT = frozenset(
-    "abs add sub mul div neg sign relu clamp clamp_min clamp_max maximum minimum where sqrt floor "
-    "ceil round trunc convert_element_type _to_copy clone masked_fill fill copy".split()
-)
-"""Pointwise operators that are rounded correctly, or not at all."""
-
-
-def is_reduction(node: fx.Node) -> bool:
-    """Whether an operator sums up elements, in an order that is the compiler's choice."""
-    target = node.target
-    return isinstance(target, OpOverload) and target.overloadpacket.__name__ in _REDUCTIONS
-
-
-def fuses_into_readers(node: fx.Node) -> bool:
-    """Whether a compiler computes a node where it is read instead of keeping it in memory."""
-    target = node.target
-    if not isinstance(target, OpOverload) or flops_of(node):
-        return False
-    name = target.overloadpacket.__name__
-    made = {"full", "iota", "arange", "scalar_tensor", "zeros", "ones", "empty", "expand"}
-    return torch.Tag.pointwise in target.tags or name in _REDUCTIONS | made or name in _MOVES
-
-
-_MOVES = {"clone", "_to_copy", "convert_element_type", "cat", "constant_pad_nd", "slice_scatter"}
-
-
-def piece_bytes(piece: Piece) -> int:
-    """The most bytes that a piece holds once it is lowered: what its compiled code says, and before
-    there is any what `region_bytes` does."""
-    known = CACHE.structures.get(piece.key)
-    if known is not None and "compiled_bytes" not in piece.facts:
-        piece.facts["compiled_bytes"] = _compiled_bytes(known, piece)
-    compiled: int | None = piece.facts.get("compiled_bytes")
-    if compiled is not None:
-        return compiled
-    if "held_bytes" not in piece.facts:
-        piece.facts["held_bytes"] = region_bytes(piece.nodes)
-    estimated: int = piece.facts["held_bytes"]
-    return estimated
-
-
-def _compiled_bytes(known: Structure, piece: Piece) -> int | None:
-    """What a compiled region was seen to hold where that is measured, else what its code says."""
-    if known.measured_bytes is None and CACHE.compiles and is_measuring():
-        known.measured_bytes = measured_region_bytes(known.run, piece.inputs)
-    if known.measured_bytes is not None:
-        return known.measured_bytes
-    own: dict[str, int] = defaultdict(int)
-    for node in piece.nodes:
-        if num_bytes := workspace_bytes(node):
-            name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
-            own[name] = max(own[name], num_bytes)
-    return held_bytes(known.run, own)
-
-
-def region_bytes(run: Sequence[fx.Node]) -> int:
-    """The most bytes that a region holds, its outputs included and its inputs not."""
-    inside = set(run)
-    roots: dict[fx.Node, fx.Node] = {}
-    readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for node in run:
-        looks = is_view(node) or node.target is operator.getitem
-        base = node.all_input_nodes[0] if looks and node.all_input_nodes else None
-        roots[node] = roots.get(base, base) if base is not None else node
-        for source in node.all_input_nodes:
-            if not looks:
-                readers[roots.get(source, source)].append(node)
-    outside = {roots[n] for n in run if any(user not in inside for user in n.users)}
-    order = {node: i for i, node in enumerate(run)}
-
-    def in_memory(node: fx.Node) -> bool:
-        if node in outside or not fuses_into_readers(node):
-            return True
-        return any(not fuses_into_readers(reader) for reader in readers[node])
-
-    def last_read(node: fx.Node) -> int:
-        last = order[node]
-        for reader in readers[node]:
-            last = max(last, order[reader] if in_memory(reader) else last_read(reader))
-        return last
-
-    held = peak = 0
-    ending: dict[int, int] = defaultdict(int)
-    for i, node in enumerate(run):
-        if roots[node] is node and in_memory(node):
-            values = node.meta.get("val")
-            several = values if isinstance(values, (list, tuple)) else (values,)
-            amount = sum(map(tensor_bytes, several))
-            held += amount
-            if node not in outside:
-                ending[last_read(node)] += amount
-        peak = max(peak, held + workspace_bytes(node))
-        held -= ending.pop(i, 0)
-    return peak

@@ -119,6 +119,7 @@ def measure_device(device: torch.device, run: Chain | None, meet: Meet) -> Devic
         flops_efficiency=min(line.flops_per_s / peak, 1.0),
         memory_efficiency=min(streamed / copied, 1.0),
         launch_us=launch_us,
+        type=kind,
         random_per_s=random_per_s,
     )
 

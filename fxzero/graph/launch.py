@@ -37,6 +37,8 @@ LANES = {
     TransferKind.RECEIVE: Lane.RECEIVE,
 }
 """Where transfers run."""
+IN_PLACE = "fxzero_in_place"
+"""In `Node.meta` of a sum over fake ranks: by tensor, whether real ones would make it in place."""
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments."""

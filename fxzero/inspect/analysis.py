@@ -16,6 +16,7 @@ from fxzero.inspect.capture import Capture
 from fxzero.inspect.detail import GraphDetail
 from fxzero.inspect.memory import MemoryReport
 from fxzero.inspect.model_states import ModelStates
+from fxzero.inspect.region_plans import plan_at_peak
 from fxzero.passes.lower_regions import RegionBackend
 from fxzero.schedule.simulate import simulate, simulate_memory
 from fxzero.settings import build, plain
@@ -149,6 +150,9 @@ class Analysis:
             first: the number of the first graph.
         """
         numbered = list(enumerate(capture.compilations, start=first))
+        for _, compilation in numbered:
+            if compilation.joint is not None and compilation.config.fuses:
+                plan_at_peak(compilation.joint, on_cpu=compilation.context.on_cpu)
         reports = [MemoryReport.of(i, c) for i, c in numbered if memory]
         details = [GraphDetail.of(i, c) for i, c in numbered if detail]
         passes, transfers = [], []

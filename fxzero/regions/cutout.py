@@ -25,6 +25,17 @@ from fxzero.graph.pieces import (
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.graph.structure import StructureKey
 
+PIECE = "fxzero_piece"
+"""In `Node.meta` of a region's call: the piece that it was."""
+
+
+def piece_of_run(graph: StepGraph, run: list[fx.Node]) -> Piece | None:
+    """What a run does that is, or will be, a region; None of what is none."""
+    if len(run) > 1:
+        return cut_out(graph.pieces, run, "memory").piece
+    piece: Piece | None = run[0].meta.get(PIECE)
+    return piece
+
 
 def move_parts_together(graph: StepGraph) -> None:
     """Put parts right behind what they are part of, and symbolic numbers as early as possible."""

@@ -12,8 +12,8 @@ from torch import fx
 
 from fxzero._compat import checkpoint_number, checkpoint_tag, is_symbolic
 from fxzero.cost.analytic import value_bytes
+from fxzero.cost.fusion import fuses_into_readers, is_reduction, rounds_by_place
 from fxzero.cost.model import CostModel
-from fxzero.cost.workspace import fuses_into_readers, is_reduction, rounds_by_place
 from fxzero.graph import Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view, root
 from fxzero.graph.launch import record_for

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -134,6 +134,8 @@ class Program:
     """What lives throughout."""
     groups: tuple[tuple[fx.Node, ...], ...] = ()
     """By task: the nodes that run as one."""
+    temporary: Mapping[int, int] = field(default_factory=dict)
+    """By task, where there is any: the bytes that it needs beside its results while it runs."""
 
     def run(self) -> Simulation:
         """Replay one step, or where a step starts something for the next one the second of two."""
@@ -326,6 +328,7 @@ def tasks_of(graph: StepGraph, costs: CostModel, *, fuses: bool) -> Program:
         ahead,
         tuple(resident),
         tuple(map(tuple, storages.groups)),
+        {place[node]: num_bytes for node, num_bytes in storages.temporary.items() if num_bytes},
     )
 
 

@@ -8,7 +8,7 @@ What counts besides the values of nodes:
     slab         all of it, from the first launch that has a place in it to the last reader
     exchange     on gloo, the other ranks' rows, from the launch to the wait; what was sent until
                  then
-    region       its temporaries while it runs: buffers that fusion leaves in memory
+    region       its temporaries while it runs: see `fxzero.cost.region_memory`
     operator     what it says that it allocates: see `fxzero.cost.workspace`
     own step     of an optimizer without a fused kernel: its state, and what it makes meanwhile
     inputs       parameters, optimizer state and the batch live throughout
@@ -30,16 +30,18 @@ from torch import fx
 
 from fxzero._compat import OpOverload
 from fxzero.cost.own_step import memory_of_own_step
-from fxzero.cost.workspace import piece_bytes, workspace_bytes
+from fxzero.cost.region_memory import piece_bytes
+from fxzero.cost.workspace import workspace_bytes
 from fxzero.graph import Lane, Phase, Role, Stamp, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.lanes import aligned
+from fxzero.graph.launch import IN_PLACE
 from fxzero.graph.operators import num_bytes, tensor_bytes, writes_memory
 from fxzero.graph.slabs import slab_of
 from fxzero.graph.stamps import BESIDE_COMPUTE, stamp_of
 from fxzero.graph.step_graph import sent_by
 from fxzero.graph.streamed_states import overwritten_by
-from fxzero.regions.cutout import Cutout, cut_out, end_of_run, is_lowerable, runs
+from fxzero.regions.cutout import PIECE, Cutout, cut_out, end_of_run, is_lowerable, runs
 from fxzero.regions.region import Region
 from fxzero.runtime import collectives
 from fxzero.runtime.ahead import Take
@@ -307,8 +309,7 @@ class _Walk:
             storages.append(by_root[root])
         self.parts[node] = storages
         self.storage[node] = [s for group in by_root.values() for s in group]
-        held = node.meta.get("fxzero_region_bytes", 0)
-        self.found.temporary[node] = max(held - made, 0)
+        self.found.temporary[node] = max(piece_bytes(node.meta[PIECE]) - made, 0)
 
     def _own_step(self, node: fx.Node) -> None:
         """An optimizer's own step, whose state is no input of the graph."""
@@ -343,8 +344,8 @@ class _Walk:
             self.storage[node] = [
                 self._new(node, num_bytes(n) - num_bytes(n) // size, Kind.GRADIENTS) for n in sent
             ]
-        elif node.target is collectives.all_reduce:
-            own = node.args[2]
+        elif node.target is collectives.all_reduce or IN_PLACE in node.meta:
+            own = node.meta.get(IN_PLACE) or node.args[2]
             assert isinstance(own, (list, tuple))
             self.storage[node] = [
                 storage

@@ -161,7 +161,7 @@ def test_a_region_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(measured(*arguments))
         return asked[-1]
 
-    monkeypatch.setattr("fxzero.cost.workspace.measured_region_bytes", counted)
+    monkeypatch.setattr("fxzero.cost.region_memory.measured_region_bytes", counted)
     monkeypatch.setattr(library_workspace, "_measured", {})  # as if no test had had a budget
 
     def model() -> tuple[Ends, list[Tensor]]:

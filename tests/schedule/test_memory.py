@@ -12,7 +12,8 @@ import fxzero
 from examples.benchmarks.measure import allocated_peak_bytes
 from examples.models import gpt_bench
 from fxzero.compiler.compilation import Compilation, observers
-from fxzero.cost.workspace import rounds_by_place, workspace_bytes
+from fxzero.cost.fusion import rounds_by_place
+from fxzero.cost.workspace import workspace_bytes
 from fxzero.graph import Phase
 from fxzero.graph.aliases import is_view, root
 from fxzero.regions.cutout import cut_out, is_lowerable
