@@ -51,7 +51,7 @@ from fxzero._compat.autograd import (
     version_of,
 )
 from fxzero._compat.checkpoints import read_metadata, storage_info
-from fxzero._compat.compiled_memory import held_bytes
+from fxzero._compat.compiled_memory import Called, held_bytes
 from fxzero._compat.dispatch import SeeOperators
 from fxzero._compat.dtensors import (
     as_it_is,
@@ -185,6 +185,7 @@ from fxzero._compat.process_groups import (
 from fxzero._compat.rehearsal import rehearse
 
 __all__ = [
+    "Called",
     "OpOverload",
     "SeeOperators",
     "active_ddp_module",

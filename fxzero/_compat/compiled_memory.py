@@ -15,19 +15,28 @@ import ast
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
+class Called(NamedTuple):
+    """An operator that no kernel is generated for: what its code does not say."""
+
+    workspace_bytes: int = 0
+    """What it takes for itself while it runs."""
+    item_bytes: tuple[int, ...] = ()
+    """Of an element of each of its results."""
+
+
 def held_bytes(
-    compiled: Callable[..., Any] | str, workspaces: Mapping[str, int] = MappingProxyType({})
+    compiled: Callable[..., Any] | str, operators: Mapping[str, Called] = MappingProxyType({})
 ) -> int | None:
     """The most bytes that a compiled graph holds while it runs: outputs included, inputs not.
 
     Args:
         compiled: what `compile_fx_inner` has returned, or the Python that it would call.
-        workspaces: by operator, what it takes for itself while it runs.
+        operators: by name, those that are called as they are.
 
     Returns:
         None where its source is missing, or says something that is not understood.
@@ -36,7 +45,7 @@ def held_bytes(
     if not isinstance(source, str):
         return None
     try:
-        return _Wrapper(_body(ast.parse(source)), workspaces).peak()
+        return _Wrapper(_body(ast.parse(source)), operators).peak()
     except _NotUnderstoodError:
         return None
 
@@ -66,9 +75,9 @@ def _flat(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 class _Wrapper:
     """The statements, run for what they allocate."""
 
-    def __init__(self, body: Sequence[ast.stmt], workspaces: Mapping[str, int]) -> None:
+    def __init__(self, body: Sequence[ast.stmt], operators: Mapping[str, Called]) -> None:
         self.body = body
-        self.workspaces = workspaces
+        self.operators = operators
         self.sizes: dict[str, int] = {}
         """By name, what an assertion says of a result that some operator has allocated."""
         self.item_bytes: Counter[int] = Counter()
@@ -78,14 +87,15 @@ class _Wrapper:
         self.names: Counter[int] = Counter()
         """By storage, how many names keep it alive."""
         self.parts = {
-            target.id: value.value.id
+            target.id: (value.value.id, _index(value.slice))
             for statement in body
             if isinstance(statement, ast.Assign)
             and isinstance(target := statement.targets[0], ast.Name)
             and isinstance(value := statement.value, ast.Subscript)
             and isinstance(value.value, ast.Name)
         }
-        """By name of a part, the list that it is taken from: what an operator has returned."""
+        """By name of a part, the list that it is taken from, which an operator has returned, and
+        its place there."""
         self.of_part: dict[str, int] = {}
         self.held = self.most = 0
 
@@ -141,11 +151,16 @@ class _Wrapper:
             return self.storage.get(value.args[0].id, [])
         if called.startswith(("get_raw_stream", "async_compile", "getattr")):
             return []
-        parts = [part for part, source in self.parts.items() if source == name]
-        made = {part: self._allocate(self._size_of(part)) for part in parts or [name]}
+        words = _words(value.func)
+        operator = next((self.operators[w] for w in reversed(words) if w in self.operators), None)
+        operator = operator or Called()
+        parts = {part: place for part, (source, place) in self.parts.items() if source == name}
+        made = {
+            part: self._allocate(self._size_of(part, operator.item_bytes[place : place + 1]))
+            for part, place in (parts or {name: 0}).items()
+        }
         self.of_part.update(made)
-        own = max((self.workspaces.get(word, 0) for word in _words(value.func)), default=0)
-        self.most = max(self.most, self.held + own)
+        self.most = max(self.most, self.held + operator.workspace_bytes)
         return list(made.values())
 
     def _part(self, name: str, source: str) -> list[int]:
@@ -153,10 +168,15 @@ class _Wrapper:
             return [self.of_part[name]]
         return self.storage.get(source, [])
 
-    def _size_of(self, name: str) -> int:
-        """Bytes of an operator's result, by what is asserted of it; 0 of what is no tensor."""
+    def _size_of(self, name: str, item_bytes: tuple[int, ...]) -> int:
+        """Bytes of an operator's result, by what is asserted of it; 0 of what is no tensor.
+
+        Args:
+            item_bytes: of an element; where nobody has said it, that of most buffers.
+        """
         usual = self.item_bytes.most_common(1)
-        return self.sizes.get(name, 0) * (usual[0][0] if usual else 4)
+        of_each = item_bytes[0] if item_bytes else usual[0][0] if usual else 4
+        return self.sizes.get(name, 0) * of_each
 
     def _allocate(self, num_bytes: int) -> int:
         self.num_bytes.append(num_bytes)
@@ -169,6 +189,11 @@ class _Wrapper:
             self.names[storage] -= 1
             if not self.names[storage]:
                 self.held -= self.num_bytes[storage]
+
+
+def _index(place: ast.expr) -> int:
+    """Which element is taken."""
+    return place.value if isinstance(place, ast.Constant) and isinstance(place.value, int) else 0
 
 
 def _name(function: ast.expr) -> str:

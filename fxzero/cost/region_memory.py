@@ -13,11 +13,18 @@ import logging
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
-from torch import fx
+from torch import Tensor, fx
 
-from fxzero._compat import fresh_tracing_context, held_bytes, inductor_wrapper
+from fxzero._compat import (
+    Called,
+    OpOverload,
+    fresh_tracing_context,
+    held_bytes,
+    inductor_wrapper,
+)
 from fxzero.cost.fusion import fuses_into_readers
 from fxzero.cost.library_workspace import is_measuring, measured_region_bytes, seen_bytes
 from fxzero.cost.workspace import workspace_bytes
@@ -33,16 +40,30 @@ _planned: dict[tuple[StructureKey, bool], int | None] = {}
 """Bytes of what was planned in this process, for a CPU or not; None of what Inductor could not."""
 
 
+class Bounds(NamedTuple):
+    """Bytes that a region may hold."""
+
+    least: int
+    """If Inductor writes all that it computes over what it has read."""
+    estimated: int
+    most: int
+    """If nothing ends before the region does; what Inductor keeps though it could compute it again
+    comes on top, which is not much."""
+
+
 def piece_bytes(piece: Piece) -> int:
     """The most bytes that a piece holds once it is lowered, its results included and its inputs
     not: by the best of what is known, in the order of the module's table."""
     known = exact_bytes(piece)
-    if known is not None:
-        return known
-    if "estimated_bytes" not in piece.facts:
-        piece.facts["estimated_bytes"] = region_bytes(piece.nodes)
-    estimated: int = piece.facts["estimated_bytes"]
-    return estimated
+    return bounds_of(piece).estimated if known is None else known
+
+
+def bounds_of(piece: Piece) -> Bounds:
+    """What is estimated of a piece, and how far off that may be."""
+    found: Bounds | None = piece.facts.get("bounds")
+    if found is None:
+        found = piece.facts["bounds"] = estimate(piece.nodes)
+    return found
 
 
 def exact_bytes(piece: Piece) -> int | None:
@@ -83,7 +104,7 @@ def _planned_bytes(piece: Piece, fake_mode: Any, on_cpu: bool) -> int | None:
     except Exception as error:  # whatever a compiler says: nobody has asked for a compiled region
         log.debug("Inductor does not plan %s: %s", piece, error)
         return None
-    return held_bytes(written, _own_workspaces(piece, seen_bytes if on_cpu else _nothing))
+    return held_bytes(written, _operators(piece, seen_bytes if on_cpu else _nothing))
 
 
 def _nothing(_: fx.Node) -> None:
@@ -96,24 +117,30 @@ def _compiled_bytes(known: Structure, piece: Piece) -> int | None:
         known.measured_bytes = measured_region_bytes(known.run, piece.inputs)
     if known.measured_bytes is not None:
         return known.measured_bytes
-    return held_bytes(known.run, _own_workspaces(piece))
+    return held_bytes(known.run, _operators(piece))
 
 
-def _own_workspaces(
-    piece: Piece, seen: Callable[[fx.Node], int | None] = _nothing
-) -> dict[str, int]:
-    """By operator, the most that one of its calls takes for itself: as it is seen, or by its
-    formula."""
-    own: dict[str, int] = defaultdict(int)
+def _operators(piece: Piece, seen: Callable[[fx.Node], int | None] = _nothing) -> dict[str, Called]:
+    """By name, the operators of a piece: the most that a call takes for itself, as it is seen or by
+    its formula, and its results' elements."""
+    found: dict[str, Called] = {}
     for node in piece.nodes:
-        found = seen(node)
-        if num_bytes := workspace_bytes(node) if found is None else found:
-            name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
-            own[name] = max(own[name], num_bytes)
-    return own
+        if not isinstance(node.target, OpOverload):
+            continue
+        own = seen(node)
+        values = node.meta.get("val")
+        several = values if isinstance(values, (list, tuple)) else (values,)
+        sizes = (v.element_size() if isinstance(v, Tensor) else 0 for v in several)
+        name = node.target.overloadpacket.__name__
+        before = found.get(name, Called())
+        found[name] = Called(
+            max(before.workspace_bytes, workspace_bytes(node) if own is None else own),
+            tuple(max(pair) for pair in zip_longest(before.item_bytes, sizes, fillvalue=0)),
+        )
+    return found
 
 
-def region_bytes(run: Sequence[fx.Node]) -> int:
+def estimate(run: Sequence[fx.Node]) -> Bounds:
     """The most bytes that a region holds, its outputs included and its inputs not."""
     inside = set(run)
     roots: dict[fx.Node, fx.Node] = {}
@@ -139,7 +166,7 @@ def region_bytes(run: Sequence[fx.Node]) -> int:
             last = max(last, order[reader] if in_memory(reader) else last_read(reader))
         return last
 
-    held = peak = 0
+    held = peak = every = written = workspace = 0
     ending: dict[int, int] = defaultdict(int)
     for i, node in enumerate(run):
         if roots[node] is node and in_memory(node):
@@ -147,8 +174,13 @@ def region_bytes(run: Sequence[fx.Node]) -> int:
             several = values if isinstance(values, (list, tuple)) else (values,)
             amount = sum(map(tensor_bytes, several))
             held += amount
+            every += amount
+            if fuses_into_readers(node):
+                written += amount
             if node not in outside:
                 ending[last_read(node)] += amount
-        peak = max(peak, held + workspace_bytes(node))
+        own = workspace_bytes(node)
+        workspace = max(workspace, own)
+        peak = max(peak, held + own)
         held -= ending.pop(i, 0)
-    return peak
+    return Bounds(max(peak - written, 0), peak, every + workspace)

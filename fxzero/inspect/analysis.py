@@ -17,8 +17,7 @@ from fxzero.inspect.detail import GraphDetail
 from fxzero.inspect.memory import MemoryReport
 from fxzero.inspect.model_states import ModelStates
 from fxzero.inspect.region_plans import plan_at_peak
-from fxzero.passes.lower_regions import RegionBackend
-from fxzero.schedule.simulate import simulate, simulate_memory
+from fxzero.schedule.simulate import tasks_of
 from fxzero.settings import build, plain
 from fxzero.transfer import Pool, Transfer, TransferKind, sent_share
 
@@ -96,10 +95,11 @@ class ScheduleRow:
         graph = compilation.joint
         if graph is None:
             return None
-        fuses = compilation.config.lower_regions.backend is RegionBackend.INDUCTOR
-        costs = compilation.context.costs
-        simulation = simulate(graph, costs, fuses=fuses)
-        memory = simulate_memory(graph, fuses=fuses)
+        costs, fuses = compilation.context.costs, compilation.config.fuses
+        program = tasks_of(graph, costs, fuses=fuses)
+        if fuses and plan_at_peak(graph, program, on_cpu=compilation.context.on_cpu):
+            program = tasks_of(graph, costs, fuses=fuses)
+        simulation, memory = program.run(), program.memory()
         return ScheduleRow(
             graph=number,
             costs=costs.name,
@@ -150,13 +150,10 @@ class Analysis:
             first: the number of the first graph.
         """
         numbered = list(enumerate(capture.compilations, start=first))
-        for _, compilation in numbered:
-            if compilation.joint is not None and compilation.config.fuses:
-                plan_at_peak(compilation.joint, on_cpu=compilation.context.on_cpu)
+        rows = [ScheduleRow.of(i, c) for i, c in numbered]  # plans regions for all that follows
         reports = [MemoryReport.of(i, c) for i, c in numbered if memory]
         details = [GraphDetail.of(i, c) for i, c in numbered if detail]
         passes, transfers = [], []
-        rows = [ScheduleRow.of(i, c) for i, c in numbered]
         graphs = [c.joint for c in capture.compilations if c.joint is not None]
         for number, compilation in numbered:
             passes += [_pass_row(number, record) for record in compilation.records]

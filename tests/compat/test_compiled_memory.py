@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._functorch.aot_autograd import aot_module_simplified
 
 from examples.benchmarks.measure import allocated_peak_bytes
-from fxzero._compat import held_bytes, inductor_decompositions
+from fxzero._compat import Called, held_bytes, inductor_decompositions
 from fxzero.cost.workspace import attention_workspace
 from tests.tiers import exhaustive
 
@@ -82,7 +82,7 @@ def test_the_peak_of_compiled_code(
     measured = allocated_peak_bytes(lambda: kept.append(run([x, w])))
     packet = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     q = torch.empty(1, 4, 64, 16, dtype=dtype)
-    said = held_bytes(run, {packet.__name__: attention_workspace(q, q)})
+    said = held_bytes(run, {packet.__name__: Called(attention_workspace(q, q))})
     assert said is not None
     # bf16 products go through a copy of oneDNN's on CPU; sums through a few numbers.
     assert said <= measured
@@ -112,3 +112,20 @@ def call(args):
     return (buf3, )
 """
     assert held_bytes(SimpleNamespace(source_code=source)) == 4096 + 2048  # type: ignore[arg-type]
+
+
+def test_results_of_an_operator_are_of_its_dtypes() -> None:
+    """Which the code does not say: where nobody else does, that of most buffers."""
+    source = """
+def call(args):
+    buf0 = empty_strided_cpu((256, ), (1, ), torch.int64)
+    buf1 = torch.ops.mine.halves.default(buf0)
+    buf2 = buf1[0]
+    assert_size_stride(buf2, (256, ), (1, ))
+    buf3 = buf1[1]
+    assert_size_stride(buf3, (512, ), (1, ))
+    del buf1
+    return (buf2, buf3, )
+"""
+    assert held_bytes(source) == 8 * (256 + 256 + 512)
+    assert held_bytes(source, {"halves": Called(100, (2, 4))}) == 8 * 256 + 512 + 2048 + 100

@@ -16,6 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxzero._compat import fresh_tracing_context, held_bytes, inductor_compile, inductor_wrapper
 from fxzero.cost import library_workspace, region_memory
 from fxzero.cost.cluster import load_cluster
+from fxzero.cost.model import FixedCosts
+from fxzero.cost.region_memory import Bounds
 from fxzero.errors import ConfigError
 from fxzero.graph import StepGraph
 from fxzero.inspect import region_plans
@@ -24,7 +26,7 @@ from fxzero.inspect.region_plans import plan_at_peak
 from fxzero.inspect.targets import Target
 from fxzero.regions.cutout import PIECE
 from fxzero.regions.region import regions_to_look_at, take_casts_apart
-from fxzero.schedule.simulate import simulate_memory
+from fxzero.schedule.simulate import simulate_memory, tasks_of
 from tests.stepping import chain_of, compiled_step
 
 LOOKED_AT: dict[str, Any] = {"gather_ahead": {"enabled": False}}
@@ -55,6 +57,12 @@ def graph_to_look_at(build: Any = classes) -> StepGraph:
         compilation = compiled_step(build, world_size=2, zero=3, options=LOOKED_AT)
     assert compilation.joint is not None
     return compilation.joint
+
+
+def plan_for(graph: StepGraph) -> None:
+    """Plan what its peak needs, for a CPU."""
+    program = tasks_of(graph, FixedCosts(0.0, latency_us=0.0), fuses=True)
+    plan_at_peak(graph, program, on_cpu=True)
 
 
 @pytest.fixture
@@ -101,7 +109,7 @@ def test_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, planned: list[str]
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", never)
     compile_to_module = GraphLowering.compile_to_module
     graph = graph_to_look_at()
-    plan_at_peak(graph, on_cpu=True)
+    plan_for(graph)
     pieces = [n.meta[PIECE] for n in graph.graph.nodes if PIECE in n.meta]
     known = [piece.__name__ for piece in pieces if piece.facts.get("planned_bytes") is not None]
     assert planned
@@ -127,7 +135,7 @@ def test_another_thread_compiles_meanwhile(
         return write(self)
 
     monkeypatch.setattr(GraphLowering, "codegen", codegen)
-    plan_at_peak(graph_to_look_at(), on_cpu=True)
+    plan_for(graph_to_look_at())
     assert others
     assert set(others) == {"compiled"}
 
@@ -136,15 +144,15 @@ def test_only_what_the_peak_needs_is_planned(planned: list[str]) -> None:
     """Equal layers once; and nothing where states are all that counts."""
     graph = graph_to_look_at()
     before = simulate_memory(graph, fuses=True)
-    plan_at_peak(graph, on_cpu=True)
+    plan_for(graph)
     assert 0 < len(planned) == len(set(planned)) <= 3
     after = simulate_memory(graph, fuses=True)
     assert after.peak_bytes != before.peak_bytes
     again = len(planned)
-    plan_at_peak(graph, on_cpu=True)
+    plan_for(graph)
     assert len(planned) == again
     planned.clear()
-    plan_at_peak(graph_to_look_at(chain_of(64, 128, 2)), on_cpu=True)
+    plan_for(graph_to_look_at(chain_of(64, 128, 2)))
     assert planned == []
 
 
@@ -158,8 +166,9 @@ def test_the_peak_is_that_of_all_plans(monkeypatch: pytest.MonkeyPatch, planned:
             piece.facts.clear()
             held = exact[piece]
             assert held is not None
-            piece.facts["estimated_bytes"] = int(held * wrong)
-        plan_at_peak(graph, on_cpu=True)
+            guess = int(held * wrong)
+            piece.facts["bounds"] = Bounds(guess // 3, guess, 4 * guess)
+        plan_for(graph)
         found = simulate_memory(graph, fuses=True).peak_bytes
         for piece in pieces:
             piece.facts = {"planned_bytes": exact[piece]}
@@ -179,7 +188,7 @@ def test_what_inductor_cannot_plan_stays_an_estimate(
     monkeypatch.setattr(region_memory, "inductor_wrapper", fails)
     graph = graph_to_look_at()
     before = simulate_memory(graph, fuses=True).peak_bytes
-    plan_at_peak(graph, on_cpu=True)
+    plan_for(graph)
     assert planned
     assert simulate_memory(graph, fuses=True).peak_bytes == before
 
