@@ -175,7 +175,7 @@ def estimate(run: Sequence[fx.Node]) -> Bounds:
             amount = sum(map(tensor_bytes, several))
             held += amount
             every += amount
-            if fuses_into_readers(node):
+            if fuses_into_readers(node) or _looks_up(node):
                 written += amount
             if node not in outside:
                 ending[last_read(node)] += amount
@@ -184,3 +184,13 @@ def estimate(run: Sequence[fx.Node]) -> Bounds:
         peak = max(peak, held + own)
         held -= ending.pop(i, 0)
     return Bounds(max(peak - written, 0), peak, every + workspace)
+
+
+def _looks_up(node: fx.Node) -> bool:
+    """Whether a node takes elements by their numbers: kept in memory by an estimate, and perhaps
+    not by Inductor."""
+    target = node.target
+    return isinstance(target, OpOverload) and target.overloadpacket.__name__ in _LOOK_UPS
+
+
+_LOOK_UPS = {"embedding", "gather", "index", "index_select", "scatter"}

@@ -21,10 +21,10 @@ from fxzero.schedule.simulate import Program
 from fxzero.transfer import Pool
 
 MOST = 2.0
-"""What a region holds at most, of what is estimated: of 120 regions of eleven models the most that
-was seen is 1.8."""
+"""What a region holds at most, of what is estimated: 1.8 is the most that was seen among 152
+regions of ten models. Another one, a Mamba's scan, had 2.5."""
 BESIDE = 1.1
-"""The same of what it would hold if nothing ended: 0.99 was seen."""
+"""The same of what it would hold if nothing ended: 1.02 was seen, and 1.9 of the scan."""
 SURE = 0.02
 """Of the peak: what it may be off by."""
 
