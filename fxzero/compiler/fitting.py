@@ -36,7 +36,7 @@ from fxzero.graph.operators import num_bytes
 from fxzero.passes.base import Fact, Level, Room
 from fxzero.passes.decisions import Decisions
 from fxzero.passes.lower_regions import share_compilation
-from fxzero.passes.lower_transfers import lower_transfers, runs_on_gloo
+from fxzero.passes.lower_transfers import lower_transfers, note_sums_in_place, runs_on_gloo
 from fxzero.passes.prefetch import Order
 from fxzero.passes.recompute import Recompute
 from fxzero.passes.repeat_values import Repetitions
@@ -44,8 +44,9 @@ from fxzero.regions.region import CACHE
 from fxzero.runtime.updates import OwnStep
 from fxzero.schedule.agreement import agree, agreed
 from fxzero.schedule.keep import bytes_of, keepable
+from fxzero.schedule.region_plans import plan_at_peak
 from fxzero.schedule.repetition_levels import Levels
-from fxzero.schedule.simulate import Memory, simulate, simulate_memory
+from fxzero.schedule.simulate import Memory, simulate, simulate_memory, tasks_of
 from fxzero.schedule.storage import regions_of
 
 if TYPE_CHECKING:
@@ -302,6 +303,8 @@ class Fitting:
             graph = graph.clone()
         if on_gloo:  # what it holds depends on the backend
             lower_transfers(graph)
+        elif self.context.on_cpu:
+            note_sums_in_place(graph)
         take_largest_parts(graph)  # whoever answers first answers for all
         trial.memory = simulate_memory(graph, fuses=self.config.fuses)
         question = (
@@ -321,9 +324,13 @@ class Fitting:
         )
 
     def _compile_regions(self, graph: StepGraph) -> bool:
-        """Compile what will be regions; whether there was something new."""
-        if not self.config.fuses or not CACHE.compiles:
+        """Compile what will be regions, or plan those at the peak where nothing is compiled;
+        whether there was something new."""
+        if not self.config.fuses:
             return False
+        if not CACHE.compiles:
+            program = tasks_of(graph, self.context.costs, fuses=True)
+            return plan_at_peak(graph, program, on_cpu=self.context.on_cpu, sure=0.0)
         before = CACHE.compilations
         CACHE.fill({c.key: c.module for c in share_compilation(regions_of(graph))}, graph.fake_mode)
         return CACHE.compilations > before

@@ -16,7 +16,7 @@ from fxzero.inspect.capture import Capture
 from fxzero.inspect.detail import GraphDetail
 from fxzero.inspect.memory import MemoryReport
 from fxzero.inspect.model_states import ModelStates
-from fxzero.inspect.region_plans import plan_at_peak
+from fxzero.schedule.region_plans import plan_at_peak
 from fxzero.schedule.simulate import tasks_of
 from fxzero.settings import build, plain
 from fxzero.transfer import Pool, Transfer, TransferKind, sent_share

@@ -70,11 +70,11 @@ def places(name: str) -> list[Place]:
 
     What it meets at a stage are that stage's parameters, and through a door that door's tracing,
     which is what takes long: what is refused meets one, and every third habit, half of them this
-    one, half that one.
+    one, half that one. Those by which faults are caught meet both.
     """
     is_third = list(HABITS).index(name) % 3 == 0
-    is_compiled = is_third or name in CAUGHT_BY or bool(HABITS[name].refused)
-    return [(0, "eager"), (3, "eager"), *compiling(name)[:is_compiled]]
+    is_compiled = is_third or bool(HABITS[name].refused)
+    return [(0, "eager"), (3, "eager"), *compiling(name)[: 2 if name in CAUGHT_BY else is_compiled]]
 
 
 def other_places(name: str) -> list[Place]:

@@ -26,16 +26,17 @@ regions of ten models. Another one, a Mamba's scan, had 2.5."""
 BESIDE = 1.1
 """The same of what it would hold if nothing ended: 1.02 was seen, and 1.9 of the scan."""
 SURE = 0.02
-"""Of the peak: what it may be off by."""
+"""Of the peak: what it may be off by where nothing is decided by it."""
 
 
-def plan_at_peak(graph: StepGraph, program: Program, *, on_cpu: bool) -> bool:
+def plan_at_peak(graph: StepGraph, program: Program, *, on_cpu: bool, sure: float = SURE) -> bool:
     """Plan regions until the peak of a step that is lowered by Inductor is known.
 
     Args:
         graph: lowered, or not yet.
         program: its tasks, by what was known of its regions.
         on_cpu: whether it would run on a CPU.
+        sure: of the peak, what it may be off by.
 
     Returns:
         Whether more is known of them now.
@@ -63,9 +64,9 @@ def plan_at_peak(graph: StepGraph, program: Program, *, on_cpu: bool) -> bool:
             least[i] = held_with(i, bounds.least)
             most[i] = held_with(i, min(MOST * bounds.estimated, BESIDE * bounds.most))
         i = max(most, key=most.__getitem__)
-        if most[i] <= (1 + SURE) * peak:
+        if most[i] <= (1 + sure) * peak:
             i = max(unsure, key=held.__getitem__)
-            if held[i] < peak or least[i] >= (1 - SURE) * peak:
+            if held[i] < peak or least[i] >= (1 - sure) * peak:
                 return planned
         piece = unsure[i]
         plan(piece, graph.fake_mode, on_cpu=on_cpu)

@@ -20,12 +20,12 @@ from fxzero.cost.model import FixedCosts
 from fxzero.cost.region_memory import Bounds
 from fxzero.errors import ConfigError
 from fxzero.graph import StepGraph
-from fxzero.inspect import region_plans
 from fxzero.inspect.estimate import estimate
-from fxzero.inspect.region_plans import plan_at_peak
 from fxzero.inspect.targets import Target
 from fxzero.regions.cutout import PIECE
 from fxzero.regions.region import regions_to_look_at, take_casts_apart
+from fxzero.schedule import region_plans
+from fxzero.schedule.region_plans import plan_at_peak
 from fxzero.schedule.simulate import simulate_memory, tasks_of
 from tests.stepping import chain_of, compiled_step
 
