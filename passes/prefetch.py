@@ -248,7 +248,8 @@ class Prefetch(DecidingPass[Order]):
         if isinstance(known, Inventory) and known.step is graph:
             return known
         move_parts_together(graph)  # so that units are the regions that will be
-        split_at_buckets(graph)
+        if split_at_buckets(graph):
+            move_parts_together(graph)  # casts of gradients came between some
         made = Inventory(graph, ctx.costs, cut=graph.loss is None, fuses=ctx.fuses)
         ctx.scratch[self.name] = made
         return made

@@ -19,6 +19,7 @@ from fxzero.graph import Phase, Role, StepGraph
 from fxzero.graph.aliases import is_view
 from fxzero.graph.digest import graph_digest
 from fxzero.graph.pieces import called, is_call, piece_of, spelled_out
+from fxzero.inspect.capture import capture
 from fxzero.passes import Bucket, Prefetch, Recompute
 from fxzero.passes.outline import split_at_buckets
 from fxzero.regions.cutout import cut_out, move_parts_together, runs
@@ -365,3 +366,51 @@ def test_nothing_is_lost() -> None:
         n for n in before.nodes() if n not in parts
     )
     assert not list(after.nodes(role=Role.REGION))
+
+
+class Convolved(nn.Module):
+    """Convolutions and norms, whose gradients are cast on their way out."""
+
+    def __init__(self, width_in: int, width: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(width_in, width, 3, padding=1)
+        self.norm = nn.BatchNorm2d(width)
+        self.second = nn.Conv2d(width, width, 3, padding=1)
+        self.groups = nn.GroupNorm(4, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) to (B, width, H, W)."""
+        x = torch.relu(self.norm(self.first(x)))
+        return nn.functional.silu(self.groups(self.second(x)))
+
+
+class Skipping(nn.Module):
+    """A network in the shape of a U: a block reads what another one made."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.down, self.inner = Convolved(3, width), Convolved(width, width)
+        self.up = Convolved(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 3, H, W) to a loss."""
+        kept = self.down(x)
+        y = self.inner(nn.functional.max_pool2d(kept, 2))
+        y = nn.functional.interpolate(y, scale_factor=2)
+        return self.up(torch.cat([y, kept], 1)).square().mean()
+
+
+def test_a_cast_comes_between_no_parts_of_a_call_that_is_split() -> None:
+    """bf16 gradients that are reduced in fp32: a call that a later bucket takes apart has its
+    parts behind it, so that it is one region, and nobody reads the call itself."""
+    options = {"cost": {"cluster": "laptop"}, "bucket": {"cap_bytes": 3000, "min_bytes": 0}}
+    captured = capture(
+        lambda: (Skipping(8), (torch.randn(2, 3, 16, 16),)),
+        zero=3,
+        world_size=2,
+        step=True,
+        param_dtype=torch.bfloat16,
+        options=options,
+    )
+    (compilation,) = captured.compilations
+    assert compilation.joint is not None
