@@ -47,6 +47,7 @@ def inductor_wrapper(module: fx.GraphModule, inputs: list[Any]) -> str:
     """The Python by which Inductor would call the kernels of a region, none of which is compiled.
 
     It takes a fiftieth to a half of what compiling does, most of it in the first call of a process.
+    Inductor asks a C++ compiler all the same which vector units it knows, once on a machine.
     """
     import torch._inductor.config as inductor
     from torch._inductor.graph import GraphLowering
@@ -63,7 +64,8 @@ def inductor_wrapper(module: fx.GraphModule, inputs: list[Any]) -> str:
         return SimpleNamespace(call=_is_not_compiled)
 
     # What was compiled before would be found, and nothing written.
-    with inductor.patch(fx_graph_cache=False, fx_graph_remote_cache=False, cpp_wrapper=False):
+    settings = {"fx_graph_cache": False, "fx_graph_remote_cache": False, "cpp_wrapper": False}
+    with inductor.patch(settings):
         GraphLowering.compile_to_module = write  # type: ignore[method-assign]
         try:
             inductor_compile(module, inputs)

@@ -40,11 +40,17 @@ class DeviceSpec:
     """Share of the bandwidth that large streaming operators reach."""
     launch_us: float = 0.0
     """Of one operator or fused kernel."""
-    type: str = "cuda"
-    """What torch calls it: ``cuda``, or ``cpu``, whose ranks talk over gloo."""
     random_per_s: float = 0.0
     """Random numbers that it draws in a second, where it draws one after the other; 0 where
     drawing is as fast as writing."""
+    type: str = ""
+    """What torch calls it: ``cuda``, or ``cpu``, whose ranks talk over gloo. Where nothing is said,
+    what draws numbers one after the other is a CPU."""
+
+    def __post_init__(self) -> None:
+        """Fill in the type."""
+        if not self.type:
+            object.__setattr__(self, "type", "cpu" if self.random_per_s else "cuda")
 
 
 @dataclass(frozen=True)

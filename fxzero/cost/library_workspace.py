@@ -105,13 +105,18 @@ def measure(nodes: Iterable[fx.Node]) -> None:
 def seen_bytes(node: fx.Node) -> int | None:
     """What an operator is seen to hold when it is run, once and for nobody else; None of one for
     which a formula does, which cannot be run, or which would take long."""
-    if node.target not in _BY_LAYOUT or flops_of(node) > _MOST_FLOPS or not _is_measurable(node):
+    if not chooses_layouts(node) or flops_of(node) > _MOST_FLOPS or not _is_measurable(node):
         return None
     return _seen(node)
 
 
+def chooses_layouts(node: fx.Node) -> bool:
+    """Whether a library works on copies of an operator's tensors, in layouts that it chooses by the
+    processor."""
+    return node.target in _BY_LAYOUT
+
+
 _BY_LAYOUT = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
-"""Operators for which a library chooses layouts by the processor."""
 _MOST_FLOPS = 5e10
 """Half a second on one core."""
 

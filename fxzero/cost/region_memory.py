@@ -2,15 +2,15 @@
 
 measured     a compiled region was run, and its allocator asked
 compiled     the Python that calls its kernels says what they are given
-planned      the same, written by Inductor with nothing compiled
+planned      the same, written by Inductor, and no kernel compiled
 estimated    an operator that can be computed where it is read is not kept: off by up to a half
              either way, as Inductor writes over what it has read, and ends nothing within a kernel
 """
 
 from __future__ import annotations
 
-import logging
 import operator
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -26,15 +26,19 @@ from fxzero._compat import (
     inductor_wrapper,
 )
 from fxzero.cost.fusion import fuses_into_readers
-from fxzero.cost.library_workspace import is_measuring, measured_region_bytes, seen_bytes
+from fxzero.cost.library_workspace import (
+    chooses_layouts,
+    is_measuring,
+    measured_region_bytes,
+    seen_bytes,
+)
 from fxzero.cost.workspace import workspace_bytes
+from fxzero.errors import FxZeroWarning
 from fxzero.graph.aliases import is_view
-from fxzero.graph.operators import tensor_bytes
+from fxzero.graph.operators import num_bytes, tensor_bytes
 from fxzero.graph.pieces import Piece
 from fxzero.graph.structure import StructureKey
 from fxzero.regions.region import CACHE, Structure, take_casts_apart
-
-log = logging.getLogger("fxzero")
 
 _planned: dict[tuple[StructureKey, bool], int | None] = {}
 """Bytes of what was planned in this process, for a CPU or not; None of what Inductor could not."""
@@ -102,7 +106,12 @@ def _planned_bytes(piece: Piece, fake_mode: Any, on_cpu: bool) -> int | None:
         with fresh_tracing_context(fake_mode):
             written = inductor_wrapper(module, inputs)
     except Exception as error:  # whatever a compiler says: nobody has asked for a compiled region
-        log.debug("Inductor does not plan %s: %s", piece, error)
+        warnings.warn(
+            f"what {piece.__name__} holds is estimated, and may be twice as much or half of it: "
+            f"Inductor does not plan it ({error})",
+            FxZeroWarning,
+            stacklevel=2,
+        )
         return None
     return held_bytes(written, _operators(piece, seen_bytes if on_cpu else _nothing))
 
@@ -167,6 +176,7 @@ def estimate(run: Sequence[fx.Node]) -> Bounds:
         return last
 
     held = peak = every = written = workspace = 0
+    unknown = known = 0  # of what a library takes by the processor: up to twice what it touches
     ending: dict[int, int] = defaultdict(int)
     for i, node in enumerate(run):
         if roots[node] is node and in_memory(node):
@@ -181,9 +191,12 @@ def estimate(run: Sequence[fx.Node]) -> Bounds:
                 ending[last_read(node)] += amount
         own = workspace_bytes(node)
         workspace = max(workspace, own)
+        if chooses_layouts(node):
+            touched = [*node.all_input_nodes, node]
+            unknown, known = max(unknown, 2 * sum(map(num_bytes, touched))), max(known, own)
         peak = max(peak, held + own)
         held -= ending.pop(i, 0)
-    return Bounds(max(peak - written, 0), peak, every + workspace)
+    return Bounds(max(peak - written - known, 0), peak, every + max(workspace, unknown))
 
 
 def _looks_up(node: fx.Node) -> bool:

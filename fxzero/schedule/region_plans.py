@@ -7,8 +7,8 @@
              │  ┼ estimated
 
 What is looked at is not compiled. What a region holds is estimated then, and may be twice as much,
-or half of it; Inductor knows, and needs no compiler for that, but seconds for a large region. Equal
-layers are one region, so that a step of a hundred layers needs two or three plans.
+or half of it; Inductor knows before it compiles anything, in up to seconds for a large region.
+Equal layers are one region, so that a step of a hundred layers needs two or three plans.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ MOST = 2.0
 """What a region holds at most, of what is estimated: 1.8 is the most that was seen among 152
 regions of ten models. Another one, a Mamba's scan, had 2.5."""
 BESIDE = 1.1
-"""The same of what it would hold if nothing ended: 1.02 was seen, and 1.9 of the scan."""
+"""The same of what it would hold if nothing ended, and convolutions took twice what they read and
+write: 1.02 was seen, and 1.9 of the scan."""
 SURE = 0.02
 """Of the peak: what it may be off by where nothing is decided by it."""
 
