@@ -60,17 +60,17 @@ def inductor_wrapper(module: fx.GraphModule, inputs: list[Any]) -> str:
         if threading.get_ident() != thread:  # somebody else is compiling meanwhile
             return compile_to_module(self)
         text, _ = self.codegen()
-        written.append(text.value)  # type: ignore[union-attr]  # no graph module, as is asked below
+        written.append(text.value)
         return SimpleNamespace(call=_is_not_compiled)
 
     # What was compiled before would be found, and nothing written.
     settings = {"fx_graph_cache": False, "fx_graph_remote_cache": False, "cpp_wrapper": False}
     with inductor.patch(settings):
-        GraphLowering.compile_to_module = write  # type: ignore[method-assign]
+        GraphLowering.compile_to_module = write
         try:
             inductor_compile(module, inputs)
         finally:
-            GraphLowering.compile_to_module = compile_to_module  # type: ignore[method-assign]
+            GraphLowering.compile_to_module = compile_to_module
     return written[-1]
 
 

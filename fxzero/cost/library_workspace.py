@@ -30,7 +30,7 @@ from fxzero._compat import (
     pytree,
     real_tensors,
 )
-from fxzero.cost.flops import flops_of
+from fxzero.cost.analytic import flops_of
 from fxzero.graph.aliases import is_view
 
 _measured: dict[Any, int] = {}
