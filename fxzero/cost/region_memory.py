@@ -38,7 +38,7 @@ from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import num_bytes, tensor_bytes
 from fxzero.graph.pieces import Piece
 from fxzero.graph.structure import StructureKey
-from fxzero.regions.region import CACHE, Structure, take_casts_apart
+from fxzero.regions.region import CACHE, Structure, ready_to_lower
 
 _planned: dict[tuple[StructureKey, bool], int | None] = {}
 """Bytes of what was planned in this process, for a CPU or not; None of what Inductor could not."""
@@ -80,7 +80,7 @@ def exact_bytes(piece: Piece) -> int | None:
 
 
 def plan(piece: Piece, fake_mode: Any, *, on_cpu: bool) -> None:
-    """Find out what a piece that nobody compiles would hold: 0.1 to 3 s, once for equal ones.
+    """Find out what a piece that nobody compiles would hold: 0.1 to 5 s, once for equal ones.
 
     Where Inductor cannot say, and where sizes are symbolic, it stays with an estimate.
 
@@ -99,9 +99,7 @@ def _planned_bytes(piece: Piece, fake_mode: Any, on_cpu: bool) -> int | None:
     if piece.key.environment is not None:
         return None
     module = piece.module(piece.__name__)
-    take_casts_apart(module.graph)
-    module.recompile()
-    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    inputs = ready_to_lower(module)
     try:
         with fresh_tracing_context(fake_mode):
             written = inductor_wrapper(module, inputs)

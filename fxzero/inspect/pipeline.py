@@ -27,7 +27,6 @@ from fxzero.inspect.model_states import ModelStates
 from fxzero.inspect.zero_inside import ZeroInside
 from fxzero.passes import Recompute
 from fxzero.passes.base import Context, Notes, Pass
-from fxzero.passes.lower_regions import RegionBackend
 from fxzero.pipeline.replay import PipelineReplay, replay_table, weights_last
 from fxzero.pipeline.schedules import AUTO, table_of
 from fxzero.pipeline.tables import TABLES, Action, Table, Work, in_flight
@@ -132,7 +131,7 @@ class MicroStep:
     def fuses(self) -> bool:
         """Whether runs of compute will be compiled regions."""
         (compilation,) = self.capture.compilations
-        return compilation.config.lower_regions.backend is RegionBackend.INDUCTOR
+        return compilation.config.fuses
 
 
 def micro_step_of(

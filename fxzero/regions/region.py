@@ -158,6 +158,13 @@ def take_casts_apart(graph: fx.Graph) -> None:
             node.args, node.kwargs = (node.args[0], node.kwargs["dtype"]), {}
 
 
+def ready_to_lower(module: fx.GraphModule) -> list[Any]:
+    """Write a region as Inductor takes it; the fake values of its inputs."""
+    take_casts_apart(module.graph)
+    module.recompile()
+    return [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
+
+
 def _structure(
     module: fx.GraphModule, key: StructureKey, fake_mode: Any, compiles: bool
 ) -> Structure:
@@ -168,9 +175,7 @@ def _structure(
         return Structure(
             lambda _: [_empty_like(v) for v in values], roots, values, root_bytes, keep
         )
-    take_casts_apart(module.graph)
-    module.recompile()
-    inputs = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
+    inputs = ready_to_lower(module)
     with fresh_tracing_context(fake_mode):
         return Structure(inductor_compile(module, inputs), roots, values, root_bytes, keep)
 

@@ -23,7 +23,7 @@ from fxzero.graph import StepGraph
 from fxzero.inspect.estimate import estimate
 from fxzero.inspect.targets import Target
 from fxzero.regions.cutout import PIECE
-from fxzero.regions.region import regions_to_look_at, take_casts_apart
+from fxzero.regions.region import ready_to_lower, regions_to_look_at
 from fxzero.schedule import region_plans
 from fxzero.schedule.region_plans import plan_at_peak
 from fxzero.schedule.simulate import simulate_memory, tasks_of
@@ -90,9 +90,7 @@ def test_what_is_planned_is_what_would_be_compiled() -> None:
         found = []
         for lower in (inductor_wrapper, inductor_compile):
             module = piece.module("region")
-            take_casts_apart(module.graph)
-            module.recompile()
-            inputs = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
+            inputs = ready_to_lower(module)
             with fresh_tracing_context(graph.fake_mode):
                 found.append(held_bytes(lower(module, inputs)))
         assert found[0] == found[1]
