@@ -2,14 +2,14 @@
 
 compute     max(FLOPs / (peak · efficiency(FLOPs)), bytes / bandwidth) for each operator that
             no other can be fused into, and the bytes that enter and leave each fused chain
-            (Williams et al. 2009, "Roofline")
+            (Williams et al. 2009, "Roofline"); on CPUs also the exp, tanh and erf within it
 gather      (g−1)·α + (g−1)/g · S/B inside a node of g ranks, then (n−1)·α' + (n−1)/n · S/B'
             between n nodes, S the full bytes: the ring of Thakur et al. 2005, section 4.1,
             once in each level; and what each further tensor of a bucket takes. Of ranks that are
             k apart g/k are in a node, and k groups, g at most, are on its way out: S·k/B'
 all-reduce  a reduce-scatter and a gather: twice that
 copy        α + S/B of the rank's way to its host
-host        an update's bytes over the bandwidth of the host's memory
+host        an update's bytes over the bandwidth of the host's memory, which is that of a CPU's own
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -46,17 +47,38 @@ DTYPE_NAMES = {
 """As a cluster's `peak_flops` names them."""
 
 
+class ProductKind(StrEnum):
+    """What reaches its own share of the peak."""
+
+    MATRIX = "matrix"
+    CONVOLUTION = "convolution"
+    ATTENTION = "attention"
+
+
+class Product(NamedTuple):
+    """An operator with a FLOP formula."""
+
+    flops: float
+    num_bytes: float
+    """That it reads and writes."""
+    dtype: str
+    kind: ProductKind = ProductKind.MATRIX
+
+
 @dataclass(frozen=True)
 class Work:
     """What a run of nodes has to do."""
 
-    products: tuple[tuple[float, float, str], ...]
-    """Per operator with a FLOP formula: FLOPs, bytes, dtype."""
+    products: tuple[Product, ...]
     streamed_bytes: float
     """What all other operators read and write, fused."""
     num_kernels: int
     num_random: int = 0
     """Random numbers."""
+    num_transcendental: int = 0
+    """Values of exp, tanh, erf and their like."""
+    updated_bytes: float = 0.0
+    """What optimizers read and write."""
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -64,6 +86,8 @@ class Work:
             self.streamed_bytes + other.streamed_bytes,
             self.num_kernels + other.num_kernels,
             self.num_random + other.num_random,
+            self.num_transcendental + other.num_transcendental,
+            self.updated_bytes + other.updated_bytes,
         )
 
 
@@ -121,9 +145,9 @@ def work_of(nodes: Sequence[fx.Node]) -> Work:
     if any(map(is_call, nodes)):
         return _work_of_outline(nodes)
     inside = set(nodes)
-    products: list[tuple[float, float, str]] = []
-    streamed = 0.0
-    kernels = num_random = 0
+    products: list[Product] = []
+    streamed = updated = 0.0
+    kernels = num_random = num_transcendental = 0
     chain_of: dict[fx.Node, bool] = {}
     for node in nodes:
         if node.op != "call_function" or is_view(node) or node.target is operator.getitem:
@@ -133,20 +157,24 @@ def work_of(nodes: Sequence[fx.Node]) -> Work:
             streamed += known.streamed_bytes
             kernels += known.num_kernels
             num_random += known.num_random
+            num_transcendental += known.num_transcendental
+            updated += known.updated_bytes
             continue
         flops = flops_of(node)
         written = value_bytes(node)
         if flops:
             read = sum(num_bytes(n) for n in node.all_input_nodes)
-            products.append((flops, read + written, _dtype_of(node)))
+            products.append(Product(flops, read + written, _dtype_of(node), _kind_of(node)))
             chain_of[node] = False
             continue
         if stamp_of(node).role is Role.UPDATE:
-            streamed += _update_bytes(node)
+            updated += _update_bytes(node)
             kernels += 1
             continue
         if uses_generator(node):
             num_random += _numbers_in(node)
+        if getattr(node.target, "overloadpacket", None) in _TRANSCENDENTAL:
+            num_transcendental += _numbers_in(node)
         chain_of[node] = True
         read = 0
         new = True
@@ -160,7 +188,9 @@ def work_of(nodes: Sequence[fx.Node]) -> Work:
         leaves = any(not chain_of.get(user, _streams(user, inside)) for user in node.users)
         streamed += read + (written if leaves else 0)
         kernels += new
-    return Work(tuple(products), streamed, kernels + len(products), num_random)
+    return Work(
+        tuple(products), streamed, kernels + len(products), num_random, num_transcendental, updated
+    )
 
 
 def _numbers_in(node: fx.Node) -> int:
@@ -186,6 +216,37 @@ def _work_of_outline(nodes: Sequence[fx.Node]) -> Work:
     for run in joined:
         total += work_of_piece(cut_out(Pieces(), run, "work").piece)
     return total
+
+
+def _kind_of(node: fx.Node) -> ProductKind:
+    """Which of the shares of the peak an operator reaches."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in _CONVOLUTIONS:
+        return ProductKind.CONVOLUTION
+    if "attention" in getattr(packet, "__name__", ""):
+        return ProductKind.ATTENTION
+    return ProductKind.MATRIX
+
+
+_aten = torch.ops.aten
+_CONVOLUTIONS = {
+    _aten.convolution,
+    _aten._convolution,
+    _aten.convolution_backward,
+    _aten.convolution_overrideable,
+    _aten.convolution_backward_overrideable,
+    _aten.cudnn_convolution,
+}
+_TRANSCENDENTAL = {
+    *(_aten.exp, _aten.exp2, _aten.expm1, _aten.log, _aten.log2, _aten.log10, _aten.log1p),
+    *(_aten.erf, _aten.erfc, _aten.erfinv, _aten.lgamma, _aten.digamma),
+    *(_aten.tanh, _aten.sigmoid, _aten.sinh, _aten.cosh, _aten.asinh, _aten.acosh, _aten.atanh),
+    *(_aten.sin, _aten.cos, _aten.tan, _aten.asin, _aten.acos, _aten.atan, _aten.atan2),
+    # Whole, where nothing decomposes them: lower_regions.backend=eager.
+    *(_aten._softmax, _aten._log_softmax, _aten._safe_softmax, _aten.softplus),
+    *(_aten.gelu, _aten.gelu_backward, _aten.silu, _aten.silu_backward),
+}
+"""What a CPU computes by polynomials, one for each number that the operator returns."""
 
 
 def _dtype_of(node: fx.Node) -> str:
@@ -239,13 +300,30 @@ class AnalyticCosts:
         device = self.cluster.device
         bandwidth = device.memory_bytes_per_s * device.memory_efficiency
         seconds = work.streamed_bytes / bandwidth
-        for flops, moved, dtype in work.products:
+        if work.updated_bytes:
+            seconds += work.updated_bytes / self._update_bytes_per_s
+        shares = {
+            ProductKind.MATRIX: device.flops_efficiency,
+            ProductKind.CONVOLUTION: device.flops_efficiency * device.convolution_efficiency,
+            ProductKind.ATTENTION: device.flops_efficiency * device.attention_efficiency,
+        }
+        for flops, moved, dtype, kind in work.products:
             peak = device.peak_flops.get(dtype, device.peak_flops["fp32"])
-            reached = peak * device.flops_efficiency * flops / (flops + device.half_peak_flops)
+            reached = peak * shares[kind] * flops / (flops + device.half_peak_flops)
             seconds += max(flops / reached, moved / bandwidth)
         if device.random_per_s:
             seconds += work.num_random / device.random_per_s
+        if device.transcendental_per_s:
+            seconds += work.num_transcendental / device.transcendental_per_s
         return seconds * 1e6 + work.num_kernels * device.launch_us
+
+    @property
+    def _update_bytes_per_s(self) -> float:
+        """Of an optimizer on the device: where that is a CPU, its memory is the host's."""
+        device = self.cluster.device
+        if device.type == "cpu":
+            return self.cluster.host.memory_bytes_per_s
+        return device.memory_bytes_per_s * device.memory_efficiency
 
     def update_us(self, update: fx.Node) -> float:
         """See `CostModel`: what it reads and writes, by the bandwidth of the host's memory."""

@@ -40,9 +40,16 @@ class DeviceSpec:
     """Share of the bandwidth that large streaming operators reach."""
     launch_us: float = 0.0
     """Of one operator or fused kernel."""
+    convolution_efficiency: float = 1.0
+    """Share of a matrix product's speed that convolutions and their gradients reach."""
+    attention_efficiency: float = 1.0
+    """Share of a matrix product's speed that fused attention and its gradient reach."""
     random_per_s: float = 0.0
     """Random numbers that it draws in a second, where it draws one after the other; 0 where
     drawing is as fast as writing."""
+    transcendental_per_s: float = 0.0
+    """Values of exp, tanh, erf and their like that it computes in a second, where that takes
+    longer than to stream them; 0 where it does not."""
     type: str = ""
     """What torch calls it: ``cuda``, or ``cpu``, whose ranks talk over gloo. Where nothing is said,
     what draws numbers one after the other is a CPU."""
@@ -135,6 +142,8 @@ class ClusterSpec:
             "device.memory_bytes": device.memory_bytes,
             "device.flops_efficiency": device.flops_efficiency,
             "device.memory_efficiency": device.memory_efficiency,
+            "device.convolution_efficiency": device.convolution_efficiency,
+            "device.attention_efficiency": device.attention_efficiency,
             "intra.bytes_per_s": self.intra.bytes_per_s,
             "inter.bytes_per_s": self.inter.bytes_per_s,
             **{f"device.peak_flops.{dtype}": value for dtype, value in device.peak_flops.items()},
@@ -148,16 +157,23 @@ class ClusterSpec:
             raise ConfigError(
                 f"cluster {self.name!r}: device.type={device.type!r} must be one of {list(TYPES)}"
             )
-        for what in ("flops_efficiency", "memory_efficiency"):
+        shares = {
+            "flops_efficiency": "the peak",
+            "memory_efficiency": "the peak",
+            "convolution_efficiency": "a product's speed",
+            "attention_efficiency": "a product's speed",
+        }
+        for what, whole in shares.items():
             if getattr(device, what) > 1:
                 raise ConfigError(
                     f"cluster {self.name!r}: device.{what}={getattr(device, what)} is a share of "
-                    "the peak, 1 at most"
+                    f"{whole}, 1 at most"
                 )
         not_negative = {
             "device.half_peak_flops": device.half_peak_flops,
             "device.launch_us": device.launch_us,
             "device.random_per_s": device.random_per_s,
+            "device.transcendental_per_s": device.transcendental_per_s,
             "host.latency_us": self.host.latency_us,
             "disk.latency_us": self.disk.latency_us,
             **{

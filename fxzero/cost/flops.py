@@ -44,7 +44,7 @@ def repeated_flops(nodes: Iterable[fx.Node]) -> float:
 def _flops(node: fx.Node) -> float:
     """Of a node, or of what it calls."""
     if (work := node.meta.get("fxzero_work")) is not None:
-        return sum(flops for flops, _, _ in work.products)
+        return sum(product.flops for product in work.products)
     if is_call(node):
         return sum(map(_flops, piece_of(node).nodes))
     return flops_of(node)

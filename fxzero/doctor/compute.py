@@ -1,11 +1,13 @@
 """How fast one rank computes: the figures of a `DeviceSpec`, and of updates on its host.
 
     products   square ones of doubled widths, in the three layouts of a linear layer's forward and
-               backward; a line through their times: t = launch + (FLOPs + half) / (peak · share)
+               backward; a line through their times: t = launch + (FLOPs + half) / (peak · share).
+               On CPUs convolutions and attention, forward and backward, against that line
     streams    a copy that no cache holds; and the share of that which a compiled chain of operators
-               and an update reach, half of the bytes each: a step's are about so
+               reaches; on GPUs the chain and an update, half of the bytes each: a step's are so
     launches   many tiny operators
     random     one draw of many booleans
+    polynomials exp, tanh and erf of numbers that stay in a cache, less what a sign's change takes
     updates    torch's fused AdamW
 
 What ranks measure they begin together (`meet`), so that cores and memory are as busy as in
@@ -18,11 +20,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from fxzero.cost.analytic import DTYPE_NAMES
+from fxzero.cost.analytic import DTYPE_NAMES, attention_flops
 from fxzero.cost.cluster import DeviceSpec
 from fxzero.cost.resources import device_bytes
 from fxzero.cost.timing import median_us, synchronize
@@ -33,13 +38,19 @@ Meet = Callable[[], None]
 FIRST_WIDTH, LAST_WIDTH = 128, 1 << 14
 LIMIT_S = {"cpu": 0.05, "cuda": 0.02}
 """No product is timed that would take longer."""
-ROUNDS = 3
-"""How often a product's turn comes; the best counts: what disturbs one is over by the next."""
+ROUNDS = 5
+"""How often a product's turn comes; the one in the middle counts: a machine that computes faster
+for a moment does not keep that up for a step."""
 COPIED_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 CHAIN_SHAPES = {"cpu": (512, 1024), "cuda": (8192, 4096)}
 """Rows and columns of what the compiled chain works on: some layer's activations."""
 NUM_LAUNCHES = 1000
 NUM_DRAWN = 4 << 20
+NUM_TRANSCENDENTAL = 1 << 18
+CONVOLUTIONS = ((16, 16, 32), (8, 64, 28), (8, 128, 14))
+"""Images, channels, and pixels of a side."""
+ATTENTION = ((4, 8, 256, 64), (1, 8, 1024, 64))
+"""Rows, heads, length and width of a head."""
 NUM_UPDATED = {"cpu": 8 << 20, "cuda": 64 << 20}
 
 
@@ -87,6 +98,7 @@ def measure_device(device: torch.device, run: Chain | None, meet: Meet) -> Devic
         meet: called equally often by all ranks.
     """
     kind = device.type
+    on_cpu = kind == "cpu"
     with torch.no_grad():
         meet()
         launch_us = _launch_us(device)
@@ -96,7 +108,8 @@ def measure_device(device: torch.device, run: Chain | None, meet: Meet) -> Devic
         updated = update_bytes_per_s(device)
         meet()
         chained = updated if run is None else _chained_bytes_per_s(run, device)
-        streamed = 2.0 / (1.0 / chained + 1.0 / updated)
+        # A step's updates have a rate of their own on CPUs: the host's.
+        streamed = chained if on_cpu else 2.0 / (1.0 / chained + 1.0 / updated)
         products = measure_products(device, torch.float32, meet, ROUNDS)
         line = Line.through(products, launch_us)
         peak = max(line.flops_per_s, *(p.flops / p.us * 1e6 for p in products))
@@ -105,22 +118,31 @@ def measure_device(device: torch.device, run: Chain | None, meet: Meet) -> Devic
             if name != "fp32":
                 rate = max(
                     (p.flops + line.half_flops) / _beyond(p.us, launch_us)
-                    for p in measure_products(device, dtype, meet, ROUNDS - 1)
+                    for p in measure_products(device, dtype, meet, ROUNDS - 2)
                 )
                 peaks[name] = rate * peak / line.flops_per_s
         meet()
-        random_per_s = 0.0 if kind == "cuda" else _random_per_s(device)
+        convolutions = _share(line, _convolutions(), meet) if on_cpu else 1.0
+        attention = _share(line, _attention(), meet) if on_cpu else 1.0
+        meet()
+        random_per_s = _random_per_s(device) if on_cpu else 0.0
+        meet()
+        transcendental_per_s = _transcendental_per_s() if on_cpu else 0.0
+    fastest = max(copied, streamed)  # a copy may go past the caches, and be slower for it
     return DeviceSpec(
         name=device_name(device),
         peak_flops=peaks,
-        memory_bytes_per_s=copied,
+        memory_bytes_per_s=fastest,
         memory_bytes=device_bytes(kind),
         half_peak_flops=line.half_flops,
         flops_efficiency=min(line.flops_per_s / peak, 1.0),
-        memory_efficiency=min(streamed / copied, 1.0),
+        memory_efficiency=streamed / fastest,
         launch_us=launch_us,
+        convolution_efficiency=convolutions,
+        attention_efficiency=attention,
         type=kind,
         random_per_s=random_per_s,
+        transcendental_per_s=transcendental_per_s,
     )
 
 
@@ -143,7 +165,7 @@ def measure_products(
         meet()
         for width, found in times.items():
             found.append(_product_us(device, dtype, width))
-    return [Product(2.0 * width**3, min(found)) for width, found in times.items()]
+    return [Product(2.0 * width**3, median(found)) for width, found in times.items()]
 
 
 def _product_us(device: torch.device, dtype: torch.dtype, width: int) -> float:
@@ -184,6 +206,73 @@ def _launch_us(device: torch.device) -> float:
 def _random_per_s(device: torch.device) -> float:
     mask = torch.empty(NUM_DRAWN, dtype=torch.bool, device=device)
     return NUM_DRAWN / median_us(lambda: mask.bernoulli_(0.5), device.type) * 1e6
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Operators with a FLOP formula that are no matrix products."""
+
+    flops: float
+    run: Callable[[], object]
+
+
+def _share(line: Line, timed: Sequence[Timed], meet: Meet) -> float:
+    """Which share of a matrix product's speed some operators reach, each as important as the
+    others: the middle one of a few runs, as products are timed."""
+    shares = []
+    for one in timed:
+        meet()
+        times = [median_us(one.run, "cpu", runs=3, limit_s=0.1) for _ in range(ROUNDS)]
+        product_s = (one.flops + line.half_flops) / line.flops_per_s
+        shares.append(product_s / (median(times) * 1e-6))
+    return min(len(shares) / sum(1.0 / share for share in shares), 1.0)
+
+
+def _convolutions() -> list[Timed]:
+    """Of 3 x 3, forward and both gradients, of early, middle and late layers of an image net."""
+    found = []
+    for batch, channels, side in CONVOLUTIONS:
+        x = torch.randn(batch, channels, side, side)
+        weight = torch.randn(channels, channels, 3, 3)
+        how = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+
+        def run(x: Tensor = x, weight: Tensor = weight, how: Any = how) -> None:
+            y = torch.ops.aten.convolution(x, weight, None, *how)
+            torch.ops.aten.convolution_backward(y, x, weight, None, *how, [True, True, False])
+
+        found.append(Timed(3 * 2.0 * x.numel() * channels * 9, run))
+    return found
+
+
+def _attention() -> list[Timed]:
+    """Causal attention with its gradient, of short and long rows."""
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    found = []
+    for shape in ATTENTION:
+        q = torch.randn(shape)
+
+        def run(q: Tensor = q) -> None:
+            output, log_sums = forward(q, q, q, 0.0, True)
+            backward(output, q, q, q, output, log_sums, 0.0, True)
+
+        sizes = [q.shape] * 3
+        found.append(Timed(attention_flops(*sizes) + attention_flops(q.shape, *sizes), run))
+    return found
+
+
+def _transcendental_per_s() -> float:
+    """By torch's own vector code, which Inductor calls too; what they take beyond a change of
+    sign."""
+    x = torch.randn(NUM_TRANSCENDENTAL)
+    out = torch.empty_like(x)
+    times = {
+        call: median_us(lambda call=call: call(x, out=out), "cpu")
+        for call in (torch.neg, torch.exp, torch.tanh, torch.erf)
+    }
+    base_us = times.pop(torch.neg)
+    us = sum(max(found - base_us, 0.01 * found) for found in times.values()) / len(times)
+    return NUM_TRANSCENDENTAL / us * 1e6
 
 
 def update_bytes_per_s(device: torch.device) -> float:

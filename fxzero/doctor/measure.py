@@ -42,7 +42,8 @@ HOW_TO_MEASURE_LINKS = (
     "Links need ranks: torchrun --nproc-per-node 2 -m fxzero doctor --write FILE, on several hosts "
     "with --nnodes too."
 )
-SETTLE_S = 0.3
+SETTLE_S = 2.0
+"""Of computing before anything is measured: clocks rise, and what lasts for a moment is over."""
 MIB = 1 << 20
 
 

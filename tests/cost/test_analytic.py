@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fxzero.cost import AnalyticCosts, ClusterSpec, DeviceSpec, LinkSpec, load_cluster
-from fxzero.cost.analytic import flops_of, work_of
-from fxzero.cost.cluster import guess_cluster, known_clusters
+from fxzero.cost.analytic import Product, ProductKind, Work, flops_of, work_of
+from fxzero.cost.cluster import HostSpec, guess_cluster, known_clusters
 from fxzero.errors import ConfigError
 from fxzero.inspect.pipeline import micro_step_of
 from fxzero.transfer import Transfer, TransferKind
@@ -83,7 +83,7 @@ def test_a_matrix_product_is_bound_by_flops_or_by_bytes() -> None:
     )
     assert flops_of(product) == 2 * 16 * 64 * 32
     work = work_of([product])
-    ((flops, moved, dtype),) = work.products
+    ((flops, moved, dtype, _),) = work.products
     assert (flops, moved, dtype) == (2 * 16 * 64 * 32, 4 * (16 * 64 + 64 * 32 + 16 * 32), "fp32")
     assert costs().compute_us([product]) == pytest.approx(flops / 1e9 * 1e6)
 
@@ -111,8 +111,8 @@ def test_products_have_the_dtype_of_their_operands() -> None:
     )
     assert loss.meta["val"][0].dtype is torch.float32
     products = work_of([n for n in graph.graph.nodes if n.op == "call_function"]).products
-    assert sum(flops for flops, _, _ in products) >= 2 * 2 * 256 * 64 * 4096
-    assert {dtype for _, _, dtype in products} == {"bf16"}
+    assert sum(product.flops for product in products) >= 2 * 2 * 256 * 64 * 4096
+    assert {product.dtype for product in products} == {"bf16"}
 
 
 def test_a_fused_chain_reads_and_writes_once() -> None:
@@ -129,6 +129,74 @@ def test_a_fused_chain_reads_and_writes_once() -> None:
     graph = scheduled(of(Chain, 128, 128), "stamp", zero=0, world_size=1, training=False)
     nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
     assert work_of(nodes).streamed_bytes == pytest.approx(2 * 4 * 128 * 128, abs=16)
+
+
+def test_what_a_cpu_computes_by_polynomials_takes_longer_than_to_stream_it() -> None:
+    """exp and tanh of 128 x 128 numbers, fused: each value counts, and their sum does not."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.exp(x) + torch.tanh(x) * self.w
+
+    graph = scheduled(of(Chain, 128, 128), "stamp", zero=0, world_size=1, training=False)
+    work = work_of([n for n in graph.graph.nodes if n.op == "call_function"])
+    assert work.num_transcendental == 2 * 128 * 128
+    slow = replace(DEVICE, transcendental_per_s=1e6)
+    by_a_cpu = AnalyticCosts(ClusterSpec("c", slow, INTRA, INTER)).work_us(work)
+    assert by_a_cpu - costs().work_us(work) == pytest.approx(2 * 128 * 128)
+
+
+def test_operators_reach_their_own_shares_of_the_peak() -> None:
+    """A convolution and its gradient half of a product's speed, attention a quarter."""
+    device = replace(
+        DEVICE,
+        flops_efficiency=0.5,
+        convolution_efficiency=0.5,
+        attention_efficiency=0.25,
+        half_peak_flops=1e6,
+    )
+    found = AnalyticCosts(ClusterSpec("c", device, INTRA, INTER))
+    us = {
+        kind: found.work_us(Work((Product(1e6, 0.0, "fp32", kind),), 0.0, 0))
+        for kind in ProductKind
+    }
+    assert us[ProductKind.MATRIX] == pytest.approx(4e3)
+    assert us[ProductKind.CONVOLUTION] == pytest.approx(8e3)
+    assert us[ProductKind.ATTENTION] == pytest.approx(16e3)
+
+
+def test_which_operators_are_convolutions_and_attention() -> None:
+    """By their names in a step's graph, forward and backward."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv1d(8, 8, 3, padding=1)
+            self.head = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = self.conv(x).transpose(1, 2).contiguous().unsqueeze(1)
+            return self.head(nn.functional.scaled_dot_product_attention(rows, rows, rows))
+
+    graph = scheduled(of(Net, 2, 8, 16), "stamp", zero=0, world_size=1)
+    work = work_of([n for n in graph.graph.nodes if n.op == "call_function"])
+    kinds = [product.kind for product in work.products]
+    assert kinds.count(ProductKind.CONVOLUTION) == 2
+    assert kinds.count(ProductKind.ATTENTION) == 2
+    assert ProductKind.MATRIX in kinds
+
+
+def test_a_cpu_updates_as_its_host_does() -> None:
+    """What an optimizer reads and writes has the host's rate there, and the device's on a GPU."""
+    work = Work((), 0.0, 0, updated_bytes=1e6)
+    host = HostSpec(memory_bytes_per_s=4e9)
+    for kind, us in (("cpu", 250.0), ("cuda", 1000.0)):
+        cluster = ClusterSpec("c", replace(DEVICE, type=kind), INTRA, INTER, host=host)
+        assert AnalyticCosts(cluster).work_us(work) == pytest.approx(us)
 
 
 @pytest.mark.parametrize("name", known_clusters())

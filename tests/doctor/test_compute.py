@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from statistics import median
 
 import pytest
 import torch
 
-from fxzero.cost import AnalyticCosts, ClusterSpec, LinkSpec
+from fxzero.cost import AnalyticCosts, ClusterSpec, LinkSpec, analytic
 from fxzero.cost.analytic import Work
 from fxzero.doctor import compute
-from fxzero.doctor.compute import Line, Product
+from fxzero.doctor.compute import Line, Product, Timed, _share
 
 CPU = torch.device("cpu")
 
@@ -53,7 +54,9 @@ def test_figures_say_what_products_take() -> None:
         begin = time.perf_counter()
         a @ b
         times.append(time.perf_counter() - begin)
-    said_us = costs.work_us(Work(((2.0 * width**3, 12.0 * width**2, "fp32"),), 0.0, 1))
+    said_us = costs.work_us(
+        Work((analytic.Product(2.0 * width**3, 12.0 * width**2, "fp32"),), 0.0, 1)
+    )
     assert 0.4 < said_us / (median(times) * 1e6) < 2.5
     assert device.flops_efficiency <= 1.0
     assert device.memory_efficiency <= 1.0
@@ -61,6 +64,9 @@ def test_figures_say_what_products_take() -> None:
     assert 0.1 < device.launch_us < 100
     assert set(device.peak_flops) == {"fp32", "fp64", "bf16", "fp16"}
     assert 1e5 < device.random_per_s < 1e12
+    assert 1e6 < device.transcendental_per_s < 1e13
+    assert 0.01 < device.convolution_efficiency <= 1.0
+    assert 0.01 < device.attention_efficiency <= 1.0
 
 
 def test_ranks_meet_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,3 +81,31 @@ def test_ranks_meet_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
         return len(met)
 
     assert meetings(1e-7) == meetings(1e-4) > 0
+
+
+def test_a_share_is_of_the_line_of_products() -> None:
+    """Of two operators one as fast as a product of its size and one three times as slow: what a
+    step takes that runs both is twice as much."""
+    line = Line(flops_per_s=1e9, half_flops=1e6)
+
+    def taking(us: float) -> Callable[[], object]:
+        def run() -> None:
+            end = time.perf_counter() + us * 1e-6
+            while time.perf_counter() < end:
+                pass
+
+        return run
+
+    met: list[None] = []
+    timed = [Timed(9e6, taking(10_000)), Timed(9e6, taking(30_000))]
+    assert _share(line, timed, lambda: met.append(None)) == pytest.approx(0.5, rel=0.2)
+    assert len(met) == len(timed)
+    assert _share(line, [Timed(9e6, taking(1_000))], lambda: None) == 1.0
+
+
+def test_the_middle_one_of_a_products_times_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is fast for a moment is not so for a step."""
+    times = iter([8e4, 8e4, 1.0, 9e4, 8e4, 7e4])
+    monkeypatch.setattr(compute, "_product_us", lambda *of: next(times))
+    (found,) = compute.measure_products(CPU, torch.float32, lambda: None, 5)
+    assert found.us == 8e4
