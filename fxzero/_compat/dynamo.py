@@ -197,9 +197,19 @@ def passing_through_dynamo(error: Exception) -> Exception:
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
         ShortenTraceback.__init__(self, *args, first_useful_frame=None)
 
+    def reduce(self: Any) -> tuple[Any, ...]:
+        """Another process, which has no such class, gets the error itself."""
+        notes = {"__notes__": self.__notes__} if hasattr(self, "__notes__") else None
+        return kind, self.args, notes
+
     mixed = type(
         kind.__name__,
         (kind, ShortenTraceback),
-        {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__init__": initialise},
+        {
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+            "__init__": initialise,
+            "__reduce__": reduce,
+        },
     )
     return mixed(*error.args).with_traceback(error.__traceback__)

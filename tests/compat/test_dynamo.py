@@ -1,7 +1,8 @@
-"""What Dynamo is told to leave out is what nobody misses."""
+"""What Dynamo is told to leave out is what nobody misses; what it lets through stays what it is."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxzero
-from fxzero._compat import write_no_asserts_without_symbols
+from fxzero._compat import passing_through_dynamo, write_no_asserts_without_symbols
+from fxzero.errors import ConfigError
 
 
 def graphs_of(function: Callable[..., Any], *inputs: Any, **settings: Any) -> list[fx.GraphModule]:
@@ -111,3 +113,15 @@ def test_what_a_backend_compiles_is_as_before(off: bool) -> None:
         torch.compile(torch.sin, backend=around)(torch.ones(2))
     assert seen == [off]
     assert (asserts_in(graphs) > 0) is not off
+
+
+def test_an_error_that_passes_through_dynamo_goes_to_other_processes() -> None:
+    """ZeRO stages are estimated side by side: there the error itself arrives, notes and all."""
+    error = ConfigError("no such cluster")
+    error.add_note("in cost.cluster")
+    passing = passing_through_dynamo(error)
+    passing.add_note("seen by Dynamo")
+    arrived = pickle.loads(pickle.dumps(passing))
+    assert type(arrived) is ConfigError
+    assert arrived.args == ("no such cluster",)
+    assert arrived.__notes__ == passing.__notes__

@@ -340,6 +340,10 @@ def long_rows() -> Any:
         (("gpt-light",), "did you mean 'gpt-lite'?"),
         (("gpt-lite", "--cluster", "dgx_h10"), "did you mean 'dgx_h100'?"),
         (("tests.targets:breaks",), "this model says no"),
+        (
+            ("tests.targets:tensor_input", "--options", '{"cost": {"model": "measured"}}'),
+            "cost.model='measured' needs real ranks",
+        ),
     ],
 )
 def test_wrong_use(arguments: tuple[str, ...], words: str) -> None:

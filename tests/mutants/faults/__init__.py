@@ -1,7 +1,7 @@
 """The faults, and what catches each of them.
 
 A fault is a few characters of the source. Chosen are those that would train something else in
-silence, lose a gradient, hang, or read freed memory.
+silence, lose a gradient, hang, read freed memory, or say of a step what is not so.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from tests.mutants.fault import Fault
 from tests.mutants.faults import (
     blocks,
+    costs,
     disk,
     equal_layers,
     gathers,
@@ -35,4 +36,5 @@ FAULTS: tuple[Fault, ...] = (
     *stages.FAULTS,
     *streams.FAULTS,
     *disk.FAULTS,
+    *costs.FAULTS,
 )
