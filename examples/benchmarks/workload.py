@@ -91,7 +91,7 @@ class Job:
 
     contender: str
     workload: Workload
-    measure: Literal["steps", "first_backward", "traffic"] = "steps"
+    measure: Literal["steps", "first_backward", "traffic", "machine"] = "steps"
     zero: int = 3
     """ZeRO stage of the fxzero contender; the peers have their own."""
     fxzero_options: Mapping[str, Any] = field(default_factory=dict)

@@ -91,6 +91,7 @@ from fxzero._compat.dynamo import (
     write_no_asserts_without_symbols,
 )
 from fxzero._compat.fakes import (
+    converting_fakes,
     empty_fake,
     fake_copies,
     fake_mode_of,
@@ -205,6 +206,7 @@ __all__ = [
     "checkpoint_tag",
     "collect_only_new_objects_in_dynamo",
     "collecting_only_new_objects",
+    "converting_fakes",
     "copy_input_source",
     "copy_node",
     "create_node",

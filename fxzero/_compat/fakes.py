@@ -40,6 +40,29 @@ def fake_tensors() -> Any:
 
 
 @contextlib.contextmanager
+def converting_fakes() -> Iterator[None]:
+    """Within it ``model.to(torch.bfloat16)`` works on modules whose parameters are fake.
+
+    ``Module.to`` swaps a fake parameter for its converted one, and a fake tensor, which its mode
+    knows by a weak reference, cannot be swapped (torch 2.11 to 2.13). It takes over the other's
+    data instead: who holds the parameter, as tied modules and optimizers do, still holds it.
+    """
+    swap = torch.utils.swap_tensors
+
+    def take_over(tensor: torch.Tensor, converted: torch.Tensor) -> None:
+        if is_fake(tensor) and is_fake(converted) and tensor.device == converted.device:
+            tensor.data = converted.detach()
+        else:
+            swap(tensor, converted)
+
+    torch.utils.swap_tensors = take_over
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
+
+
+@contextlib.contextmanager
 def fake_copies() -> Iterator[Callable[[Any], Any]]:
     """A context like `fake_tensors`, and what copies modules and tensors into it, without their
     values: those on the meta device for the CPU."""

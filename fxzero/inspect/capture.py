@@ -206,7 +206,8 @@ def capture(
 
 def _built(build: Callable[[], Any], sizes: Sizes, micro_batches: int) -> tuple[nn.Module, Batch]:
     """The model and its batch; a size that nobody asked for is not held against the factory."""
-    built = build()
+    with _compat.converting_fakes():
+        built = build()
     if sizes.rows is None and micro_batches > 1 and isinstance(built, nn.Module):
         sizes = replace(sizes, rows=DEFAULT_ROWS * micro_batches)
     return model_and_batch(built, sizes)

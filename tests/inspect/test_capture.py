@@ -209,3 +209,46 @@ def test_a_model_made_once_is_copied_with_its_counts() -> None:
     assert one.num_batches_tracked is not other.num_batches_tracked
     assert one.num_batches_tracked.device.type == other.num_batches_tracked.device.type == "cpu"
     assert first.get_buffer("same") is one.num_batches_tracked
+
+
+class Tied(nn.Module):
+    """A table that reads and writes, and a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B,) to a loss."""
+        return self.head(self.norm(self.table(tokens))).float().square().mean()
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize(
+    ("convert", "dtype"),
+    [
+        (lambda model: model.to(torch.bfloat16), torch.bfloat16),
+        (lambda model: model.double(), torch.float64),
+        (lambda model: model.to("cpu"), torch.float32),
+        (lambda model: model.to(device="cpu", dtype=torch.bfloat16).float(), torch.float32),
+    ],
+)
+def test_a_factory_may_convert_its_model(convert: Any, dtype: torch.dtype, shares: bool) -> None:
+    """By `.to(…)`, as many factories end: tied parameters stay one, frozen ones frozen."""
+    swap = torch.utils.swap_tensors
+
+    def build() -> Any:
+        model = Tied()
+        model.norm.bias.requires_grad_(False)
+        return convert(model), (torch.zeros(4, dtype=torch.int64),)
+
+    shared = SharedModel() if shares else None
+    found = capture(build, zero=3, world_size=2, step=True, shared=shared)
+    (compilation,) = found.compilations
+    assert found.num_parameters == 16 * 8 + 8 + 8
+    assert len(found.trained) == 2
+    assert {spec.compute_dtype for spec in compilation.specs.values()} == {dtype}
+    assert torch.utils.swap_tensors is swap
