@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import fxzero
-from examples.benchmarks import kernels, launch, link, overhead
+from examples.benchmarks import estimated_steps, kernels, launch, link, overhead
 from examples.benchmarks.report import bounds
 from examples.benchmarks.workload import Workload
 from fxzero.cost.kernel_table import read_table
@@ -201,3 +201,16 @@ def test_the_hosts_part_is_measured_through_both_doors(
         # A difference of medians, of steps and of what was timed in others: of any sign.
         assert row["kernels_ms"] + row["host_ms"] == pytest.approx(row["step_ms"])
     assert "overhead.py" in found["conditions"]["command"]
+
+
+def test_estimated_steps_are_held_against_measured_ones_turn_by_turn() -> None:
+    """The ratio is the median of the turns' own: a machine that is slower in one is so in both."""
+    turns = [
+        {"estimated_ms": 90.0, "measured_ms": 100.0},
+        {"estimated_ms": 190.0, "measured_ms": 200.0},
+        {"estimated_ms": 105.0, "measured_ms": 100.0},
+    ]
+    row = estimated_steps.row_of(3, turns)
+    assert row["ratio"] == pytest.approx(0.95)
+    assert (row["estimated_ms"], row["measured_ms"]) == (105.0, 100.0)
+    assert "0.90, 0.95, 1.05" in estimated_steps.rendered([row])

@@ -18,6 +18,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
+import torch
 import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # examples is not installed
@@ -36,11 +37,13 @@ def estimated_ms(job: Job, ranks: int, cluster: str) -> float:
     Args:
         cluster: the file that the doctor wrote.
     """
-    tokens, targets = job.sample(0, 0, ranks)
-    target = Target(
-        "benchmark",
-        lambda: (job.workload.build(), {"tokens": tokens, "targets": targets}),
-    )
+    shape = job.workload.batch, job.workload.config.block_size
+
+    def build() -> Any:
+        names = ("tokens", "targets")
+        return job.workload.build(), {n: torch.zeros(shape, dtype=torch.int64) for n in names}
+
+    target = Target("benchmark", build)
     with TemporaryDirectory() as folder:
         path = Path(folder, "measured.yaml")
         path.write_text(cluster)
