@@ -266,12 +266,13 @@ def _transcendental_per_s() -> float:
     sign."""
     x = torch.randn(NUM_TRANSCENDENTAL)
     out = torch.empty_like(x)
-    times = {
-        call: median_us(lambda call=call: call(x, out=out), "cpu")
-        for call in (torch.neg, torch.exp, torch.tanh, torch.erf)
-    }
-    base_us = times.pop(torch.neg)
-    us = sum(max(found - base_us, 0.01 * found) for found in times.values()) / len(times)
+
+    def us_of(call: Callable[..., Tensor]) -> float:
+        return median_us(lambda: call(x, out=out), "cpu")
+
+    base_us = us_of(torch.neg)
+    times = [us_of(call) for call in (torch.exp, torch.tanh, torch.erf)]
+    us = sum(max(found - base_us, 0.01 * found) for found in times) / len(times)
     return NUM_TRANSCENDENTAL / us * 1e6
 
 
