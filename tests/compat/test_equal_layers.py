@@ -574,7 +574,10 @@ WHEN = ("before the layers", "after the first")
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("when", "prepare", "change", "copied"),
-    in_two_tiers([(when, *case) for case in CHANGED_FIRST for when in WHEN]),
+    in_two_tiers(
+        [(when, *case) for case in CHANGED_FIRST for when in WHEN],
+        always=[(WHEN[0], own_config, change_what_one_reads, NUM_LAYERS - 2)],
+    ),
     ids=[f"{when}-{f.__name__}-{g.__name__}" for f, g, _ in CHANGED_FIRST for when in WHEN],
 )
 def test_a_forward_that_changes_objects(
