@@ -91,7 +91,7 @@ from fxzero._compat.dynamo import (
     write_no_asserts_without_symbols,
 )
 from fxzero._compat.fakes import (
-    converting_fakes,
+    building_on_fakes,
     empty_fake,
     fake_copies,
     fake_mode_of,
@@ -199,6 +199,7 @@ __all__ = [
     "backward_number",
     "below_autograd",
     "break_graph",
+    "building_on_fakes",
     "by_identity",
     "call_before_steps",
     "capture_joint",
@@ -206,7 +207,6 @@ __all__ = [
     "checkpoint_tag",
     "collect_only_new_objects_in_dynamo",
     "collecting_only_new_objects",
-    "converting_fakes",
     "copy_input_source",
     "copy_node",
     "create_node",

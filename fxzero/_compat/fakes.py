@@ -40,26 +40,76 @@ def fake_tensors() -> Any:
 
 
 @contextlib.contextmanager
-def converting_fakes() -> Iterator[None]:
-    """Within it ``model.to(torch.bfloat16)`` works on modules whose parameters are fake.
+def building_on_fakes() -> Iterator[None]:
+    """Within it what builds a model finds fake tensors to do what real ones do.
 
-    ``Module.to`` swaps a fake parameter for its converted one, and a fake tensor, which its mode
-    knows by a weak reference, cannot be swapped (torch 2.11 to 2.13). It takes over the other's
-    data instead: who holds the parameter, as tied modules and optimizers do, still holds it.
+    Torch 2.11 to 2.13 converts (``model.to(torch.bfloat16)``) and copies (``copy.deepcopy``) no
+    fake parameters, and reads values of those that ``trunc_normal_`` fills.
     """
-    swap = torch.utils.swap_tensors
+    from torch._subclasses.fake_tensor import FakeTensor
 
-    def take_over(tensor: torch.Tensor, converted: torch.Tensor) -> None:
-        if is_fake(tensor) and is_fake(converted) and tensor.device == converted.device:
-            tensor.data = converted.detach()
+    if "__deepcopy__" in vars(FakeTensor):  # within another one
+        yield
+        return
+    swap, truncated = torch.utils.swap_tensors, torch.nn.init._no_grad_trunc_normal_
+
+    def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor if is_fake(tensor) else truncated(tensor, *args, **kwargs)
+
+    def convert(tensor: Any, converted: Any) -> None:
+        if is_fake(tensor) and is_fake(converted):
+            _take_over(tensor, converted, swap)
         else:
             swap(tensor, converted)
 
-    torch.utils.swap_tensors = take_over
+    torch.utils.swap_tensors = convert
+    torch.nn.init._no_grad_trunc_normal_ = fill
+    setattr(FakeTensor, "__deepcopy__", _copied_fake)  # noqa: B010
     try:
         yield
     finally:
         torch.utils.swap_tensors = swap
+        torch.nn.init._no_grad_trunc_normal_ = truncated
+        delattr(FakeTensor, "__deepcopy__")  # Tensor's own is found again
+
+
+def _take_over(tensor: Any, converted: Any, swap: Callable[[Any, Any], None]) -> None:
+    """Let a fake tensor become another one.
+
+    ``Module.to`` swaps the two, which torch refuses where a fake mode knows them by weak
+    references. So the first takes over the other's data: who holds it, as tied modules and
+    optimizers do, still holds it. From and to the meta device there is no taking over; there the
+    modes forget them.
+    """
+    if (tensor.device.type == "meta") == (converted.device.type == "meta"):
+        tensor.data = converted.detach()
+        tensor.fake_device = converted.fake_device
+        tensor.constant = converted.constant
+        return
+    for one in (tensor, converted):
+        one.fake_mode.fake_tensor_converter = type(one.fake_mode.fake_tensor_converter)()
+    swap(tensor, converted)
+
+
+def _copied_fake(tensor: Any, memo: dict[int, Any]) -> Any:
+    """A fake tensor of the same mode; what others have set on it is copied too."""
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    if not tensor.is_leaf:
+        raise RuntimeError(
+            "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+            "protocol at the moment."
+        )
+    with torch.no_grad(), tensor.fake_mode:
+        made = tensor.detach().clone()
+    made.requires_grad_(tensor.requires_grad)
+    memo[id(tensor)] = made
+    for name, value in vars(tensor).items():
+        if name not in vars(made):
+            setattr(made, name, copy.deepcopy(value, memo))
+    if tensor.grad is not None:
+        made.grad = copy.deepcopy(tensor.grad, memo)
+    return made
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import (
 )
 
 from fxzero._compat import hint, hinted
-from fxzero.cost.cluster import ClusterSpec
+from fxzero.cost.cluster import ClusterSpec, HostSpec
 from fxzero.cost.model import TransferCost
 from fxzero.graph.aliases import is_view
 from fxzero.graph.operators import num_bytes, tensor_bytes, uses_generator
@@ -321,7 +321,8 @@ class AnalyticCosts:
     def _update_bytes_per_s(self) -> float:
         """Of an optimizer on the device: where that is a CPU, its memory is the host's."""
         device = self.cluster.device
-        if device.type == "cpu":
+        has_host = self.cluster.host != HostSpec()  # else its figures are nobody's
+        if device.type == "cpu" and has_host:
             return self.cluster.host.memory_bytes_per_s
         return device.memory_bytes_per_s * device.memory_efficiency
 

@@ -214,6 +214,8 @@ class Timed:
 
     flops: float
     run: Callable[[], object]
+    num_products: int = 2
+    """Operators among them: one forward, and one for its gradients."""
 
 
 def _share(line: Line, timed: Sequence[Timed], meet: Meet) -> float:
@@ -223,7 +225,7 @@ def _share(line: Line, timed: Sequence[Timed], meet: Meet) -> float:
     for one in timed:
         meet()
         times = [median_us(one.run, "cpu", runs=3, limit_s=0.1) for _ in range(ROUNDS)]
-        product_s = (one.flops + line.half_flops) / line.flops_per_s
+        product_s = (one.flops + one.num_products * line.half_flops) / line.flops_per_s
         shares.append(product_s / (median(times) * 1e-6))
     return min(len(shares) / sum(1.0 / share for share in shares), 1.0)
 

@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -44,12 +45,48 @@ class SharedModel:
     def copied(self, make: Callable[[], tuple[nn.Module, Batch]]) -> tuple[nn.Module, Batch]:
         """The model and its batch; made by the first who asks."""
         if self.made is None:
-            self.made = make()
+            made = make()
+            check_memory(*made)
+            if any(map(_closes_over, made[0].modules())):
+                return made  # a copy of it would compute with this one's parameters
+            self.made = made
         model, batch = self.made
         memo: dict[int, Any] = {id(self.mode): self.mode}
-        # deepcopy fails on a fake tensor that was made of a number, as BatchNorm's count is.
-        memo |= {id(buffer): buffer.clone() for buffer in model.buffers()}
-        return copy.deepcopy(model, memo), batch
+        with _compat.building_on_fakes():
+            return copy.deepcopy(model, memo), batch
+
+
+def _closes_over(module: nn.Module) -> bool:
+    """Whether a module holds a function that knows a module or a tensor by its closure: a copy of
+    the module would hold the same function, and that the same tensors."""
+    held = list(vars(module).values())
+    held += [inner for value in held if isinstance(value, dict) for inner in value.values()]
+    held += [inner for value in held if isinstance(value, list | tuple) for inner in value]
+    return any(_knows_tensors(value, frozenset()) for value in held if callable(value))
+
+
+def _knows_tensors(value: Any, seen: frozenset[int]) -> bool:
+    if id(value) in seen:
+        return False
+    seen |= {id(value)}
+    if isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+        return any(_knows_tensors(part, seen) for part in parts if isinstance(part, _FUNCTIONS))
+    if not isinstance(value, FunctionType):
+        return False
+    for cell in value.__closure__ or ():
+        try:
+            inner = cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+        if isinstance(inner, nn.Module | Tensor | MethodType | list | dict | tuple):
+            return True
+        if isinstance(inner, _FUNCTIONS) and _knows_tensors(inner, seen):
+            return True
+    return False
+
+
+_FUNCTIONS = (FunctionType, functools.partial)
 
 
 @dataclass(frozen=True)
@@ -69,6 +106,8 @@ class Capture:
     """Whose graphs these are."""
     num_shards: int = 1
     """Ranks along the axis that ZeRO shards over; at stage 0 they replicate as all others do."""
+    is_whole: bool = True
+    """Whether the step that was asked for is one graph, updates and all."""
 
     def plan(self, settings: Config) -> Plan:
         """What was decided for its graphs, to be written and replayed."""
@@ -187,8 +226,9 @@ def capture(
                 reduce_dtype=reduce_dtype,
                 offload=offload,
             )
+            is_whole = True
             if step:
-                _run_step(model, batch, micro_batches, clip_grad_norm, settings)
+                is_whole = _run_step(model, batch, micro_batches, clip_grad_norm, settings)
             else:
                 _run(model, batch, training, settings)
     reset_dynamo()
@@ -201,12 +241,13 @@ def capture(
         trained,
         rank,
         sizes_of_mesh[-1],
+        is_whole,
     )
 
 
 def _built(build: Callable[[], Any], sizes: Sizes, micro_batches: int) -> tuple[nn.Module, Batch]:
     """The model and its batch; a size that nobody asked for is not held against the factory."""
-    with _compat.converting_fakes():
+    with _compat.building_on_fakes():
         built = build()
     if sizes.rows is None and micro_batches > 1 and isinstance(built, nn.Module):
         sizes = replace(sizes, rows=DEFAULT_ROWS * micro_batches)
@@ -258,8 +299,9 @@ def _run_step(
     micro_batches: int,
     clip_grad_norm: float | None,
     config: Config,
-) -> None:
-    """Compile a whole step by running it: the graph that `compile_step` makes of the same model."""
+) -> bool:
+    """Compile a whole step by running it: the graph that `compile_step` makes of the same model.
+    Returns whether it is one."""
     step = TrainStep(
         model,
         torch.optim.AdamW(model.parameters(), fused=True),
@@ -278,6 +320,7 @@ def _run_step(
         if step.loss_scale is None:
             raise
         # All that was left is to read whether gradients overflowed, and nothing here has values.
+    return not step.falls_back
 
 
 def scalar_of(output: Any) -> Tensor:

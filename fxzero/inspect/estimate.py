@@ -216,6 +216,12 @@ class _Step:
                 f"the step of {self.target.name} is {len(captured.compilations)} graphs, and its "
                 "cost is that of one. `fxzero inspect` without --step shows what breaks it."
             )
+        if not captured.is_whole:
+            raise CaptureError(
+                f"the step of {self.target.name} is not one graph, as the warning says that came "
+                "before, and its cost is that of one: with its update and its optimizer's state. "
+                "`fxzero inspect` without --step shows what of it can be compiled."
+            )
         analysis = Analysis.of(captured)
         (row,) = analysis.schedules
         stage = StageEstimate(

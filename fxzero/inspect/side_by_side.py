@@ -12,6 +12,7 @@ there are none, as in the `fxzero` command, and elsewhere one capture follows th
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import signal
 import sys
 import threading
@@ -25,6 +26,8 @@ import torch.distributed as dist
 
 from fxzero._compat import collecting_only_new_objects
 from fxzero.cost.resources import available_bytes, cores
+from fxzero.errors import CaptureError
+from fxzero.inspect.targets.calls import raised_at
 
 T = TypeVar("T")
 
@@ -88,4 +91,16 @@ def _begin() -> None:
 
 
 def _run(number: int) -> Any:
-    return _tasks[number]()
+    try:
+        return _tasks[number]()
+    except Exception as error:
+        raise _sendable(error) from error
+
+
+def _sendable(error: Exception) -> Exception:
+    """An error that another process can read: itself, or one of its words."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return CaptureError(f"{type(error).__name__} at {raised_at(error)}: {error}")
+    return error

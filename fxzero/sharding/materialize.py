@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxzero._compat import is_fake
 from fxzero.errors import ShardingError
 
 
@@ -68,7 +69,9 @@ def module(
             model_initialiser(owner)
     for name in names:
         value = owner._parameters.get(name, owner._buffers.get(name))
-        if value is not None and value.is_floating_point() and bool(value.isnan().any()):
+        if value is None or not value.is_floating_point() or is_fake(value):
+            continue
+        if bool(value.isnan().any()):
             raise ShardingError(
                 f"{path}.{name} was on the meta device and {type(owner).__name__}."
                 "reset_parameters() left it unset. Fill it there."

@@ -216,6 +216,12 @@ class TrainStep:
         """Whether its batch needs no comparing any more, as has been done or was before."""
         self._layout = self._new_layout()
 
+    @property
+    def falls_back(self) -> bool:
+        """Whether the step is no single graph, and trains by the ordinary loop; known from the
+        first step on."""
+        return self._loop is not None
+
     def __call__(self, *batch: Any, **kwargs: Any) -> StepOutput:
         """Train on one batch: this rank's.
 

@@ -197,6 +197,8 @@ def test_a_cpu_updates_as_its_host_does() -> None:
     for kind, us in (("cpu", 250.0), ("cuda", 1000.0)):
         cluster = ClusterSpec("c", replace(DEVICE, type=kind), INTRA, INTER, host=host)
         assert AnalyticCosts(cluster).work_us(work) == pytest.approx(us)
+    unsaid = ClusterSpec("c", replace(DEVICE, type="cpu"), INTRA, INTER)
+    assert AnalyticCosts(unsaid).work_us(work) == pytest.approx(1000.0)  # of the device's memory
 
 
 @pytest.mark.parametrize("name", known_clusters())

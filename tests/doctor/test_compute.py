@@ -97,7 +97,7 @@ def test_a_share_is_of_the_line_of_products() -> None:
         return run
 
     met: list[None] = []
-    timed = [Timed(9e6, taking(10_000)), Timed(9e6, taking(30_000))]
+    timed = [Timed(8e6, taking(10_000)), Timed(8e6, taking(30_000))]
     assert _share(line, timed, lambda: met.append(None)) == pytest.approx(0.5, rel=0.2)
     assert len(met) == len(timed)
     assert _share(line, [Timed(9e6, taking(1_000))], lambda: None) == 1.0

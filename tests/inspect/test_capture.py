@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from fxzero.compiler.config import Config
 from fxzero.inspect import capture
 from fxzero.inspect.capture import SharedModel, fake_ranks, scalar_of
 from fxzero.inspect.targets import Batch
+from fxzero.inspect.targets.calls import asked
 from fxzero.runtime import executor
 from tests.tracing import BY_LAYER, Chain, chain
 
@@ -252,3 +255,124 @@ def test_a_factory_may_convert_its_model(convert: Any, dtype: torch.dtype, share
     assert len(found.trained) == 2
     assert {spec.compute_dtype for spec in compilation.specs.values()} == {dtype}
     assert torch.utils.swap_tensors is swap
+
+
+class Clip(nn.Module):
+    """Numbers that are parameters, as CLIP's temperature is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.tensor(2.659))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 8) to a loss."""
+        return (self.layer(x) * self.scale.exp()).float().square().mean()
+
+
+class Closing(nn.Module):
+    """Calls its first layer through a function that knows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.call = lambda x: torch.relu(first(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 8) to a loss."""
+        return self.second(self.call(x)).square().mean()
+
+
+class Encoder(nn.Module):
+    """Layers that are copies of one, as torch's encoder has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, 8) to a loss."""
+        return self.layers(x).square().mean()
+
+
+def averaged() -> Any:
+    """A model beside a frozen average of itself."""
+    model = Tied()
+    copied = torch.optim.swa_utils.AveragedModel(model)
+    assert copied.module.table.weight is copied.module.head.weight
+    assert copied.module.table.weight is not model.table.weight
+    return model, (torch.zeros(4, dtype=torch.int64),)
+
+
+def truncated() -> Any:
+    """Filled as vision transformers are."""
+    model = Clip()
+    nn.init.trunc_normal_(model.layer.weight, std=0.02)
+    return model, torch.randn(4, 8)
+
+
+def from_meta() -> Any:
+    """Made without memory, and given some."""
+    with torch.device("meta"):
+        model = Clip()
+    model.scale = nn.Parameter(torch.tensor(2.659))
+    return model.to_empty(device="cpu"), torch.randn(4, 8)
+
+
+def with_arguments() -> Any:
+    """Reads a command line, of which it has none here."""
+    argparse.ArgumentParser().parse_args()
+    return Clip(), torch.randn(4, 8)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize(
+    ("build", "num_parameters"),
+    [
+        (lambda: (Clip(), torch.randn(4, 8)), 73),
+        (lambda: (Clip().to(torch.bfloat16), torch.randn(4, 8, dtype=torch.bfloat16)), 73),
+        (
+            lambda: (Encoder(), torch.randn(2, 4, 8)),
+            2 * (4 * 8 * 8 + 4 * 8 + 2 * 8 * 16 + 16 + 8 + 4 * 8),
+        ),
+        (averaged, 16 * 8 + 2 * 8),
+        (truncated, 73),
+        (from_meta, 73),
+        (with_arguments, 73),
+        (lambda: (Closing(), torch.randn(4, 8)), 144),
+    ],
+    ids=["number", "bf16_number", "copies", "average", "truncated", "meta", "argparse", "closure"],
+)
+def test_habits_of_factories(build: Any, num_parameters: int, shares: bool) -> None:
+    """What they do to real tensors they may do to fake ones: all parameters are sharded."""
+    shared = SharedModel() if shares else None
+
+    for _ in range(2):  # the second one of a shared model is of the same make
+        found = capture(
+            lambda: asked(build, "here"), zero=3, world_size=2, step=True, shared=shared
+        )
+        (compilation,) = found.compilations
+        assert found.num_parameters == num_parameters
+        assert found.is_whole
+        assert sum(spec.num_elements for spec in compilation.specs.values()) == num_parameters
+
+
+def test_fakes_are_as_before() -> None:
+    """Behind a factory nothing of torch is another."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    before = (torch.utils.swap_tensors, torch.nn.init._no_grad_trunc_normal_)
+    with pytest.raises(ConfigError, match="raised ValueError"):
+        capture(lambda: asked(lambda: int("x"), "it"), zero=3, world_size=2)
+    assert before == (torch.utils.swap_tensors, torch.nn.init._no_grad_trunc_normal_)
+    assert "__deepcopy__" not in vars(FakeTensor)
+
+
+def test_a_factory_that_exits_or_reads_a_value() -> None:
+    """Both are said with their line, and what to do."""
+    with pytest.raises(ConfigError, match=r"raised SystemExit at .*test_capture.py:\d+: 3"):
+        asked(lambda: sys.exit(3), "it")
+    with pytest.raises(ConfigError, match="here tensors have shapes alone"):
+        capture(lambda: asked(lambda: torch.ones(2).sum().item(), "it"), zero=3, world_size=2)

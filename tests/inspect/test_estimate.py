@@ -371,6 +371,26 @@ def test_a_model_that_is_several_graphs_is_refused() -> None:
         of(lambda: (Breaking(), (torch.empty(2, 8),)), world_size=2, stages=[3])
 
 
+def test_a_step_that_falls_back_to_the_loop_is_refused() -> None:
+    """Its graph has no update, and what the optimizer holds is not in it."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.layer(x).square().mean()
+
+    with (
+        pytest.warns(FxZeroWarning),
+        pytest.raises(CaptureError, match="is not one graph, as the warning says"),
+    ):
+        of(lambda: (Counting(), torch.randn(4, 8)), world_size=2, stages=[3], cluster="laptop")
+
+
 def test_the_documentation_names_every_key() -> None:
     """Of the JSON, no more and no fewer."""
     page = (Path(__file__).parents[2] / "docs" / "estimate.md").read_text()

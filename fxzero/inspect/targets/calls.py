@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+from fxzero._compat import no_value_error
 from fxzero.errors import ConfigError
 
 
@@ -15,17 +17,26 @@ def asked(call: Callable[[], Any], what: str) -> Any:
     Raises:
         ConfigError: it did; the message has the line.
     """
+    arguments = sys.argv
+    sys.argv = arguments[:1]  # a factory that reads its command line has none: it gets its defaults
     try:
         return call()
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise failed(what, error) from error
+    finally:
+        sys.argv = arguments
 
 
-def failed(what: str, error: Exception) -> ConfigError:
+def failed(what: str, error: BaseException) -> ConfigError:
     """The error of a call: what was called, and which line raised what."""
     reason = " ".join(str(error).split()) or "no reason given"
+    if isinstance(error, no_value_error()):
+        reason += (
+            ". It reads the value of a tensor, and here tensors have shapes alone: let Python or "
+            "numpy compute it, or leave it out"
+        )
     return ConfigError(f"{what} raised {type(error).__name__} at {raised_at(error)}: {reason}")
 
 
