@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from statistics import median
 
 import pytest
@@ -83,24 +82,16 @@ def test_ranks_meet_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
     assert meetings(1e-7) == meetings(1e-4) > 0
 
 
-def test_a_share_is_of_the_line_of_products() -> None:
+def test_a_share_is_of_the_line_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two operators one as fast as a product of its size and one three times as slow: what a
     step takes that runs both is twice as much."""
+    monkeypatch.setattr(compute, "median_us", lambda run, *_, **__: run())
     line = Line(flops_per_s=1e9, half_flops=1e6)
-
-    def taking(us: float) -> Callable[[], object]:
-        def run() -> None:
-            end = time.perf_counter() + us * 1e-6
-            while time.perf_counter() < end:
-                pass
-
-        return run
-
     met: list[None] = []
-    timed = [Timed(8e6, taking(10_000)), Timed(8e6, taking(30_000))]
-    assert _share(line, timed, lambda: met.append(None)) == pytest.approx(0.5, rel=0.2)
+    timed = [Timed(8e6, lambda: 10_000), Timed(8e6, lambda: 30_000)]
+    assert _share(line, timed, lambda: met.append(None)) == pytest.approx(0.5)
     assert len(met) == len(timed)
-    assert _share(line, [Timed(9e6, taking(1_000))], lambda: None) == 1.0
+    assert _share(line, [Timed(8e6, lambda: 1_000)], lambda: None) == 1.0
 
 
 def test_the_middle_one_of_a_products_times_counts(monkeypatch: pytest.MonkeyPatch) -> None:
