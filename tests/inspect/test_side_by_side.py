@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
         (
             "results_in_order",
             "the_first_error",
+            "an_error_that_cannot_be_sent",
             "one_that_is_killed",
             "others_have_threads",
             "little_memory",
@@ -93,6 +94,22 @@ def the_first_error() -> None:
     with pytest.raises(CaptureError, match=r"^the first$"):
         side_by_side(tasks)
     assert side_by_side([lambda: 1, lambda: 2]) == [1, 2]
+
+
+def an_error_that_cannot_be_sent() -> None:
+    """Its words arrive, and its type's name."""
+    room_for(2)
+
+    class OwnError(Exception):
+        pass
+
+    def fails() -> None:
+        raise OwnError("what was wrong")
+
+    with pytest.raises(
+        CaptureError, match=r"^OwnError at .*test_side_by_side.py:\d+: what was wrong$"
+    ):
+        side_by_side([fails, fails])
 
 
 def one_that_is_killed() -> None:
