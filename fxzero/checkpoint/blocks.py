@@ -1,8 +1,13 @@
 """Reading a file of a checkpoint by blocks, of which each is compared with what was written.
 
-blocks  │     0     │     1     │     2     │     read one after another, and hashed beside
-pieces    ▓▓▓▓▓▓  ▓▓▓▓▓▓▓                       a disk's bytes go right to where they belong
-            q        k                          what is between them is hashed and forgotten
+blocks  │     0     │     1     │     2     │     several at once, each into a thread's own memory,
+pieces    ▓▓▓▓▓▓  ▓▓▓▓▓▓▓                       hashed there, and copied to where they belong;
+            q        k                          what is between them is forgotten
+
+Bytes go past the page cache (O_DIRECT): memory for them there, which nobody has touched before,
+costs a processor more than all else together. What is in the cache already, as behind a crash, is
+taken from there, and so is everything where a file system refuses the other way: right to where it
+belongs, one block after another.
 
 Who fills memory has it filled with bytes that were checked, or an error, behind which nobody writes
 into it any more.
@@ -11,6 +16,7 @@ into it any more.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import threading
 from collections.abc import Iterable, Sequence
@@ -23,15 +29,23 @@ from fxzero.errors import CheckpointError
 _MOST_AT_ONCE = os.sysconf("SC_IOV_MAX")
 """Stretches of memory that one read may go to."""
 
+NUM_THREADS = 8
+"""Of a pool that reads: as many blocks are on their way at once."""
 _AHEAD = 4
-"""Blocks that the system is asked for before they are read. By itself it reads little more than one
-ahead, and a disk waits where this process is late for once; of hundreds of requests at once some
-disks give less than of these."""
+"""Blocks that the page cache is asked for before they are read. By itself it reads little more than
+one ahead, and a disk waits where this process is late for once; of hundreds of requests at once
+some disks give less than of these."""
 _AT_ONCE_BYTES = 1 << 20
 """Linux reads no more for one request."""
 
+_NOT_CACHED = getattr(os, "RWF_NOWAIT", None)
+"""Asks for a read of what is in the page cache alone; None where a system cannot be asked so."""
+
 Piece = tuple[int, memoryview]
 """Where a stretch of a file begins, and the memory that it goes to."""
+
+_of_thread = threading.local()
+"""Each thread's own memory for a block."""
 
 
 class CheckedFile:
@@ -51,19 +65,21 @@ class CheckedFile:
         self.record = record
         self._pool = pool
         self._reads = threading.Lock()
-        """Held by who reads: a disk gives two threads in turn less than it gives one."""
-        self._between = threading.local()
-        """Memory of each thread for what nobody wants of a block."""
+        """Held by who reads through the page cache: of two threads in turn it reads less ahead."""
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        self._direct = _open_direct(path)
+        """The file once more, past the page cache; None where that is refused."""
 
     def __enter__(self) -> CheckedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self._file)
+        if self._direct is not None:
+            os.close(self._direct)
 
     def fill(self, pieces: Iterable[Piece]) -> None:
         """Fill memory with stretches of the file that do not overlap, in any order.
@@ -107,8 +123,9 @@ class CheckedFile:
             raise self._unreadable(error) from error
 
     def _read_all(self, wanted: Sequence[tuple[int, Sequence[Piece]]]) -> None:
-        for block, _ in wanted[:_AHEAD]:
-            self._expect(block)
+        if self._direct is None:
+            for block, _ in wanted[:_AHEAD]:
+                self._expect(block)
         following = (block for block, _ in wanted[_AHEAD:])
         reads: list[Future[None]] = [
             self._pool.submit(self._read, block, pieces, next(following, None))
@@ -123,7 +140,7 @@ class CheckedFile:
             wait(reads)
 
     def _expect(self, number: int) -> None:
-        """Let the system begin to read a block."""
+        """Let the page cache begin to read a block."""
         begin = number * BLOCK_BYTES
         ask_for(self._file, begin, min(begin + BLOCK_BYTES, self.record.bytes))
 
@@ -135,12 +152,14 @@ class CheckedFile:
         """
         begin = number * BLOCK_BYTES
         end = min(begin + BLOCK_BYTES, self.record.bytes)
-        into = self._memory(begin, end, pieces)
+        data = self._read_directly(begin, end)
         try:
-            with self._reads:
-                if then is not None:
-                    self._expect(then)
-                count = self._fill(into, begin)
+            if data is None:
+                into = self._memory(begin, end, pieces)
+                count = self._read_in_turn(into, begin, then)
+            else:
+                into = [data]
+                count = end - begin
         except OSError as error:
             raise self._unreadable(error) from error
         if count != end - begin or not self.record.is_block(number, *into):
@@ -148,6 +167,46 @@ class CheckedFile:
                 f"{self.path} was changed since it was written: its bytes {begin} to {end} have "
                 "another hash"
             )
+        if data is not None:
+            for first, target in pieces:
+                target[:] = data[first - begin : first - begin + len(target)]
+
+    def _read_directly(self, begin: int, end: int) -> memoryview | None:
+        """Read a block past the page cache, into this thread's memory.
+
+        Returns:
+            Its bytes; None if they are in the cache, or are not had at one go: the other way tells
+            why, and reads what can be read.
+        """
+        if self._direct is None or self._is_cached(begin, end):
+            return None
+        memory = _memory_of_thread()
+        try:  # beyond the end, as all that is asked for are whole pages
+            count = os.preadv(self._direct, [memory], begin)
+        except OSError:
+            return None
+        return memory[: end - begin] if count >= end - begin else None
+
+    def _is_cached(self, begin: int, end: int) -> bool:
+        """Whether a block is in the page cache, most probably: its first and its last byte are."""
+        if _NOT_CACHED is None:
+            return False
+        byte = bytearray(1)
+        try:
+            return all(os.preadv(self._file, [byte], at, _NOT_CACHED) for at in (begin, end - 1))
+        except OSError:
+            return False
+
+    def _read_in_turn(self, into: Sequence[memoryview], begin: int, then: int | None) -> int:
+        """Read through the page cache.
+
+        Returns:
+            How many bytes were read.
+        """
+        with self._reads:
+            if then is not None and self._direct is None:
+                self._expect(then)
+            return self._fill(into, begin)
 
     def _fill(self, into: Sequence[memoryview], begin: int) -> int:
         """Read what lies one behind the other, as far as the file goes. A system may read less than
@@ -167,9 +226,7 @@ class CheckedFile:
 
     def _memory(self, begin: int, end: int, pieces: Sequence[Piece]) -> list[memoryview]:
         """All that a block goes to: its pieces, and what is between them."""
-        between: memoryview | None = getattr(self._between, "memory", None)
-        if between is None:
-            between = self._between.memory = memoryview(bytearray(BLOCK_BYTES))
+        between = _memory_of_thread()
         found = []
         for first, into in (*pieces, (end, between[:0])):
             if first > begin:
@@ -184,6 +241,26 @@ class CheckedFile:
         return CheckpointError(f"{self.path} cannot be read: {error.strerror}")
 
 
+def _open_direct(path: Path) -> int | None:
+    """Open a file past the page cache, where its system and this one can."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except (OSError, AttributeError):
+        return None
+
+
+def _memory_of_thread() -> memoryview:
+    """Memory for a block that begins at a page, as direct reads ask, in large pages where there
+    are some: a disk is asked for less at once where they are small."""
+    memory: memoryview | None = getattr(_of_thread, "memory", None)
+    if memory is None or len(memory) != BLOCK_BYTES:
+        pages = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError, AttributeError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        memory = _of_thread.memory = memoryview(pages)
+    return memory
+
+
 def ask_for(file: int, begin: int, end: int) -> None:
     """Let the system begin to read a stretch of a file, where it can."""
     if not hasattr(os, "posix_fadvise"):
@@ -191,16 +268,3 @@ def ask_for(file: int, begin: int, end: int) -> None:
     for at in range(begin, end, _AT_ONCE_BYTES):
         with contextlib.suppress(OSError):  # which whoever reads it will meet
             os.posix_fadvise(file, at, min(_AT_ONCE_BYTES, end - at), os.POSIX_FADV_WILLNEED)
-
-
-def ask_in_turn(file: int, end: int) -> None:
-    """Let the system read the begin of a file, a block at a time and one ahead: whoever wants the
-    last byte of a block waits for it.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    for begin in range(0, end, BLOCK_BYTES):
-        ask_for(file, begin, min(begin + BLOCK_BYTES, end))
-        if begin:
-            os.pread(file, 1, begin - 1)

@@ -24,7 +24,7 @@ from fxzero._compat import dtensor_like, without_torch_function
 from fxzero.checkpoint import by_name, large_pages
 from fxzero.checkpoint.coverage import fault_of_chunks
 from fxzero.checkpoint.foreign import prefix_of_model, prefix_of_optimizer
-from fxzero.checkpoint.manifest import VALUES, file_of_rank
+from fxzero.checkpoint.manifest import VALUES
 from fxzero.checkpoint.ranks import Ranks
 from fxzero.checkpoint.reader import CheckedReader, IntoCopies, names_of_ranks
 from fxzero.checkpoint.saved_values import SavedValues
@@ -72,9 +72,6 @@ class Found:
         self.saved = self.metadata.state_dict_metadata
         data = b"" if self.manifest is None else whole(self.reader.read_file, VALUES)
         self.values = whole(SavedValues, path / VALUES, data, ranks.rank, ranks.size)
-        if self.manifest is not None and self.manifest.world_size == ranks.size:
-            # In another layout others, too. Not before: what was asked for above would wait for it.
-            self.reader.expect(file_of_rank(ranks.rank))
         self.of_ranks = names_of_ranks(self.saved)
         self.left = [f"{name}: as was asked for" for name in sorted(self.leave)]
         """What stays as it was, each with the reason."""

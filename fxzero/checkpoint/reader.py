@@ -12,12 +12,9 @@ checksums.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
@@ -37,14 +34,11 @@ from torch.futures import Future
 
 from fxzero._compat import read_metadata, without_torch_function
 from fxzero.checkpoint.archives import fault_of_archive
-from fxzero.checkpoint.blocks import CheckedFile, ask_in_turn
+from fxzero.checkpoint.blocks import NUM_THREADS, CheckedFile
 from fxzero.checkpoint.manifest import METADATA, Manifest
 from fxzero.checkpoint.together import Archive, Together
 from fxzero.errors import CheckpointError
 
-_THREADS = 2
-_EXPECTED_BYTES = 256 << 20
-"""Of a file, what is read ahead: what a disk gives while it is found out what is wanted."""
 _OF_OWN = "ranks."
 """What is before the names of tensors that each rank has for itself: ``ranks.1.model.…``."""
 
@@ -64,11 +58,6 @@ class CheckedReader(FileSystemReader):
         self.num_bytes = 0
         """Of tensors, read so far."""
 
-    def expect(self, name: str) -> None:
-        """Let the system begin to read a file that will be wanted; one that is not there, or that
-        it cannot begin with, is met when it is read."""
-        Thread(target=_begin_to_read, args=(self.folder / name,), daemon=True).start()
-
     def read_file(self, name: str) -> bytes:
         """A whole file, checked.
 
@@ -82,7 +71,7 @@ class CheckedReader(FileSystemReader):
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         record = self._record(name)
-        with ThreadPoolExecutor(_THREADS) as pool, CheckedFile(path, record, pool) as file:
+        with ThreadPoolExecutor(NUM_THREADS) as pool, CheckedFile(path, record, pool) as file:
             data = bytearray(record.bytes)
             file.fill([(0, memoryview(data))])
         return bytes(data)
@@ -115,7 +104,7 @@ class CheckedReader(FileSystemReader):
             for item in plan.items:
                 place = self.storage_data[item.storage_index]
                 by_file.setdefault(place.relative_path, []).append(item)
-            with ThreadPoolExecutor(_THREADS) as pool:
+            with ThreadPoolExecutor(NUM_THREADS) as pool:
                 for name, items in by_file.items():
                     with CheckedFile(self.folder / name, self._record(name), pool) as file:
                         self._read_items(file, items, planner)
@@ -181,11 +170,6 @@ class CheckedReader(FileSystemReader):
             raise
         except Exception as error:  # whatever its archives and torch's unpickler meet
             raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
-
-
-def _begin_to_read(path: Path) -> None:
-    with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
-        ask_in_turn(file.fileno(), min(os.fstat(file.fileno()).st_size, _EXPECTED_BYTES))
 
 
 class IntoCopies(DefaultLoadPlanner):

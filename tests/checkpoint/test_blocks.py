@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import mmap
 import os
 import random
 import threading
@@ -11,12 +13,13 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fxzero.checkpoint import blocks, manifest, reader, writer
+from fxzero.checkpoint import blocks, manifest, writer
 from fxzero.checkpoint.blocks import CheckedFile
 from fxzero.checkpoint.manifest import hash_blocks
 from fxzero.checkpoint.writer import HashedFile
@@ -27,10 +30,16 @@ SMALL = 64
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_blocks() -> Iterator[None]:
-    """Many blocks in a short file."""
+    """Many blocks in a short file; of no whole pages, so that none goes past the page cache."""
+    with _blocks_of(SMALL):
+        yield
+
+
+@contextlib.contextmanager
+def _blocks_of(num_bytes: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (blocks, manifest, writer):
-            patch.setattr(module, "BLOCK_BYTES", SMALL)
+            patch.setattr(module, "BLOCK_BYTES", num_bytes)
         yield
 
 
@@ -103,7 +112,9 @@ def test_a_system_that_reads_less_than_it_is_asked_for(
     path.write_bytes(data)
     real = os.preadv
 
-    def preadv(file: int, into: Sequence[memoryview], begin: int) -> int:
+    def preadv(file: int, into: Sequence[memoryview], begin: int, flags: int = 0) -> int:
+        if flags:
+            return real(file, into, begin, flags)
         some = max(sum(map(len, into)) // 3, 1)
         return real(file, [memoryview(part := bytearray(some))], begin) and spread(part, into)
 
@@ -170,7 +181,9 @@ def test_nobody_writes_into_memory_behind_an_error(
     slow = os.preadv
     began = threading.Event()
 
-    def preadv(file: int, into: Sequence[memoryview], begin: int) -> int:
+    def preadv(file: int, into: Sequence[memoryview], begin: int, flags: int = 0) -> int:
+        if flags:
+            return slow(file, into, begin, flags)
         if begin:
             began.set()
             time.sleep(0.05)
@@ -233,13 +246,13 @@ def test_files_are_closed(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
 def test_blocks_are_asked_for_before_they_are_read(
     pool: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A few ahead, each once, and none that nobody wants."""
+    """A few ahead, each once, and none that nobody wants, where all go through the page cache."""
     path = tmp_path / "file"
     path.write_bytes(bytes(1000))
     events: list[tuple[str, int]] = []
     real = os.preadv
 
-    def preadv(file: int, into: Sequence[memoryview], begin: int) -> int:
+    def preadv(file: int, into: Sequence[memoryview], begin: int, flags: int = 0) -> int:
         events.append(("read", begin // SMALL))
         return real(file, into, begin)
 
@@ -248,6 +261,7 @@ def test_blocks_are_asked_for_before_they_are_read(
 
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(blocks, "_open_direct", lambda path: None)
     with CheckedFile(path, hash_blocks(bytes(1000)), pool) as file:
         wanted = [0, 1, 2, 5, 6, 7, 8, 12]
         file.fill([(block * SMALL, memoryview(bytearray(SMALL))) for block in wanted])
@@ -258,32 +272,152 @@ def test_blocks_are_asked_for_before_they_are_read(
         assert sum(what == "ask" for what, _ in before) >= min(i + blocks._AHEAD, len(wanted) - 1)
 
 
-def test_the_begin_of_a_file_is_asked_for_in_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Direct:
+    """What goes past the page cache, in blocks of a page, of files that are not in it."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.patch = patch
+        self.path = folder / "file"
+        self.path.write_bytes(bytes(PAGE))
+        opened = blocks._open_direct(self.path)
+        if opened is None:
+            pytest.skip(f"the file system of {folder} refuses direct I/O")
+        os.close(opened)
+        patch.setattr(CheckedFile, "_is_cached", lambda *_: False)
+        self.in_turn: list[int] = []
+        """Begins of blocks that went through it."""
+        read = CheckedFile._read_in_turn
+
+        def read_in_turn(file: CheckedFile, into: Any, begin: int, then: int | None) -> int:
+            self.in_turn.append(begin)
+            return read(file, into, begin, then)
+
+        patch.setattr(CheckedFile, "_read_in_turn", read_in_turn)
+
+
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture
+def direct(tmp_path: Path) -> Iterator[Direct]:
+    """See there."""
+    with _blocks_of(PAGE), pytest.MonkeyPatch.context() as patch:
+        yield Direct(tmp_path, patch)
+
+
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    size=st.integers(0, 9 * PAGE),
+    cuts=st.lists(st.integers(0, 9 * PAGE), max_size=12),
+    order=st.randoms(),
+)
+def test_stretches_past_the_page_cache_are_as_in_the_file(
+    pool: ThreadPoolExecutor, direct: Direct, size: int, cuts: list[int], order: random.Random
 ) -> None:
-    """Block by block, piece by piece; one that is not there is met by who reads it."""
+    """In any order, of any length, in a file that ends anywhere; none goes through it."""
+    data = os.urandom(size)
+    direct.path.write_bytes(data)
+    ends = sorted(min(cut, size) for cut in cuts)
+    spans = list(itertools.pairwise(ends))[::2]
+    order.shuffle(spans)
+    found = [bytearray(end - begin) for begin, end in spans]
+    with CheckedFile(direct.path, hash_blocks(data), pool) as file:
+        file.fill([(span[0], memoryview(into)) for span, into in zip(spans, found, strict=True)])
+        file.check()
+    assert found == [data[begin:end] for begin, end in spans]
+    assert direct.in_turn == []
+
+
+def test_what_was_changed_never_comes_to_memory(pool: ThreadPoolExecutor, direct: Direct) -> None:
+    """It is hashed before it is copied to anybody; the other blocks are read."""
+    data = b"\1" * (3 * PAGE)
+    direct.path.write_bytes(data[:PAGE] + b"\2" * PAGE + data[:PAGE])
+    with CheckedFile(direct.path, hash_blocks(data), pool) as file:
+        into = bytearray(2 * PAGE)
+        with pytest.raises(CheckpointError, match=rf"{direct.path} was changed.*{PAGE} to"):
+            file.fill([(PAGE // 2, memoryview(into))])
+        assert set(into) <= {0, 1}
+        assert read(file, 0, PAGE) + read(file, 2 * PAGE, PAGE) == b"\1" * (2 * PAGE)
+
+
+@pytest.mark.parametrize("length", [0, 1, PAGE, 2 * PAGE + 5])
+def test_a_shorter_file_past_the_page_cache(
+    pool: ThreadPoolExecutor, direct: Direct, length: int
+) -> None:
+    """As through it."""
+    direct.path.write_bytes(bytes(length))
+    with (
+        CheckedFile(direct.path, hash_blocks(bytes(3 * PAGE)), pool) as file,
+        pytest.raises(CheckpointError, match=f"{direct.path} was changed"),
+    ):
+        file.check()
+
+
+@pytest.mark.parametrize("how", ["refused", "half", "unreadable"])
+def test_what_a_system_does_not_read_directly_it_reads_otherwise(
+    pool: ThreadPoolExecutor, direct: Direct, how: str
+) -> None:
+    """A file system that opens a file so and reads nothing, or less; a disk's error comes back by
+    the other way, which tells it."""
+    data = os.urandom(3 * PAGE + 7)
+    direct.path.write_bytes(data)
+    real = os.preadv
+    with CheckedFile(direct.path, hash_blocks(data), pool) as file:
+
+        def preadv(fd: int, into: Sequence[memoryview], begin: int, flags: int = 0) -> int:
+            if fd == file._direct and how == "half":
+                return real(fd, into, begin) // 2
+            if fd == file._direct or how == "unreadable":
+                raise OSError(errno.EIO if how == "unreadable" else errno.EINVAL, "no disk")
+            return real(fd, into, begin)
+
+        direct.patch.setattr(os, "preadv", preadv)
+        if how == "unreadable":
+            with pytest.raises(CheckpointError, match=f"{direct.path} cannot be read: no disk"):
+                file.check()
+        else:
+            assert read(file, 0, len(data)) == data
+            assert sorted(direct.in_turn) == [0, PAGE, 2 * PAGE, 3 * PAGE]
+
+
+def test_what_is_in_the_page_cache_is_taken_from_there(
+    pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    """A file that was just written is, and one that the system has been let forget is not."""
     path = tmp_path / "file"
-    path.write_bytes(bytes((5 << 20) + 5))
-    asked: list[tuple[str, int, int]] = []
-    real = os.pread
+    data = os.urandom(8 * PAGE)
+    with _blocks_of(PAGE):
+        path.write_bytes(data)
+        with CheckedFile(path, hash_blocks(data), pool) as file:
+            assert file._is_cached(0, PAGE)
+            assert file._read_directly(0, PAGE) is None
+            os.fsync(file._file)
+            os.posix_fadvise(file._file, 0, 0, os.POSIX_FADV_DONTNEED)
+            if file._is_cached(0, PAGE):
+                pytest.skip(f"the file system of {tmp_path} is the page cache")
+            assert not file._is_cached(PAGE, 2 * PAGE)
+            assert read(file, 0, len(data)) == data
 
-    def pread(file: int, size: int, begin: int) -> bytes:
-        asked.append(("wait", begin, size))
-        return real(file, size, begin)
 
-    monkeypatch.setattr(
-        os, "posix_fadvise", lambda _, begin, size, how: asked.append(("ask", begin, size))
-    )
-    monkeypatch.setattr(os, "pread", pread)
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2 << 20)
-    reader._begin_to_read(path)
-    mib = 1 << 20
-    assert asked == [
-        *(("ask", i * mib, mib) for i in range(4)),
-        ("wait", 2 * mib - 1, 1),
-        ("ask", 4 * mib, mib),
-        ("ask", 5 * mib, 5),
-        ("wait", 4 * mib - 1, 1),
-    ]
-    reader._begin_to_read(tmp_path / "missing")
-    assert len(asked) == 8
+def test_threads_keep_one_block_each(tmp_path: Path) -> None:
+    """However many files they read, and give it back when they end."""
+    data = os.urandom(4 * PAGE)
+    made: list[int] = []
+    real = mmap.mmap
+
+    def counted(*args: Any, **kwargs: Any) -> mmap.mmap:
+        made.append(args[1])
+        return real(*args, **kwargs)
+
+    with _blocks_of(PAGE), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mmap, "mmap", counted)
+        patch.setattr(CheckedFile, "_is_cached", lambda *_: False)
+        with ThreadPoolExecutor(1) as pool:
+            for i in range(5):
+                path = tmp_path / f"file{i}"
+                path.write_bytes(data)
+                with CheckedFile(path, hash_blocks(data), pool) as file:
+                    file.check()
+    assert made == [PAGE]
