@@ -72,6 +72,8 @@ class CheckedFile:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         self._direct = _open_direct(path)
         """The file once more, past the page cache; None where that is refused."""
+        if self._direct is not None:
+            _read_nothing_ahead(self._file)
 
     def __enter__(self) -> CheckedFile:
         return self
@@ -247,6 +249,12 @@ def _open_direct(path: Path) -> int | None:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except (OSError, AttributeError):
         return None
+
+
+def _read_nothing_ahead(file: int) -> None:
+    """Let the page cache read what it is asked for and no more: who peeks waits for all of it."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
 
 
 def _memory_of_thread() -> memoryview:
