@@ -4,10 +4,10 @@ blocks  │     0     │     1     │     2     │     several at once, each 
 pieces    ▓▓▓▓▓▓  ▓▓▓▓▓▓▓                       hashed there, and copied to where they belong;
             q        k                          what is between them is forgotten
 
-Bytes go past the page cache (O_DIRECT): memory for them there, which nobody has touched before,
-costs a processor more than all else together. What is in the cache already, as behind a crash, is
-taken from there, and so is everything where a file system refuses the other way: right to where it
-belongs, one block after another.
+What one process alone reads goes past the page cache (O_DIRECT): memory for it there, which nobody
+has touched before, costs a processor more than all else together. What is in the cache already, as
+behind a crash, is taken from there, and so is what other processes read, too, and everything where
+a file system refuses the other way: right to where it belongs, one block after another.
 
 Who fills memory has it filled with bytes that were checked, or an error, behind which nobody writes
 into it any more.
@@ -55,12 +55,16 @@ class CheckedFile:
         path: the file.
         record: what the manifest says of it.
         pool: threads that read and hash.
+        is_alone: whether no other process of this host reads it now: past the page cache each of
+            them would have it from the disk.
 
     Raises:
         CheckpointError: it cannot be opened.
     """
 
-    def __init__(self, path: Path, record: FileRecord, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, path: Path, record: FileRecord, pool: ThreadPoolExecutor, *, is_alone: bool = False
+    ) -> None:
         self.path = path
         self.record = record
         self._pool = pool
@@ -70,7 +74,7 @@ class CheckedFile:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        self._direct = _open_direct(path)
+        self._direct = _open_direct(path) if is_alone else None
         """The file once more, past the page cache; None where that is refused."""
         if self._direct is not None:
             _read_nothing_ahead(self._file)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from fxzero._compat import dtensor_like, without_torch_function
 from fxzero.checkpoint import by_name, large_pages
 from fxzero.checkpoint.coverage import fault_of_chunks
 from fxzero.checkpoint.foreign import prefix_of_model, prefix_of_optimizer
-from fxzero.checkpoint.manifest import VALUES
+from fxzero.checkpoint.manifest import VALUES, file_of_rank
 from fxzero.checkpoint.ranks import Ranks
 from fxzero.checkpoint.reader import CheckedReader, IntoCopies, names_of_ranks
 from fxzero.checkpoint.saved_values import SavedValues
@@ -36,6 +36,9 @@ from fxzero.errors import CheckpointError, nearest
 from fxzero.runtime.optimizers import state_as_made
 
 log = logging.getLogger("fxzero")
+
+_MOSTLY = 0.9
+"""Of a rank's bytes, those that no other rank has, where nothing large is on several of them."""
 
 
 class Found:
@@ -141,6 +144,9 @@ class Found:
         planner.set_up_planner(wanted, self.metadata, is_coordinator=True)
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         plan = self.reader.prepare_local_plan(planner.create_local_plan())
+        is_same_world = self.manifest is not None and self.manifest.world_size == self.ranks.size
+        if is_same_world and (self.ranks.size == 1 or _lie_apart(wanted.values())):
+            self.reader.own = file_of_rank(self.ranks.rank)
         if meanwhile is not None:
             meanwhile()
         whole(self.reader.read_data, plan, planner)
@@ -455,6 +461,17 @@ def _template(parameter: Tensor, known: Any, about: TensorStorageMetadata, name:
             "state, or leave it as it is by leave=('optimizer',)."
         )
     return torch.empty(about.size, dtype=about.properties.dtype)
+
+
+def _lie_apart(tensors: Iterable[Tensor]) -> bool:
+    """Whether what several ranks have of some tensors is next to nothing of them."""
+    apart = total = 0
+    for tensor in tensors:
+        part = local_part(tensor).nbytes
+        total += part
+        if isinstance(tensor, DTensor) and not any(p.is_replicate() for p in tensor.placements):
+            apart += part
+    return apart > _MOSTLY * total
 
 
 def _like(copied: Tensor, template: Tensor) -> Tensor:

@@ -55,6 +55,9 @@ class CheckedReader(FileSystemReader):
         super().__init__(path)
         self.folder = path
         self.manifest = manifest
+        self.own: str | None = None
+        """The file that this rank has written, where no other rank reads more than a little of it;
+        None where others do, or who wrote what is not known."""
         self.num_bytes = 0
         """Of tensors, read so far."""
 
@@ -106,7 +109,8 @@ class CheckedReader(FileSystemReader):
                 by_file.setdefault(place.relative_path, []).append(item)
             with ThreadPoolExecutor(NUM_THREADS) as pool:
                 for name, items in by_file.items():
-                    with CheckedFile(self.folder / name, self._record(name), pool) as file:
+                    record, is_alone = self._record(name), name == self.own
+                    with CheckedFile(self.folder / name, record, pool, is_alone=is_alone) as file:
                         self._read_items(file, items, planner)
         done: Future[None] = Future()
         done.set_result(None)

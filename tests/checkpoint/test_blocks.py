@@ -323,7 +323,7 @@ def test_stretches_past_the_page_cache_are_as_in_the_file(
     spans = list(itertools.pairwise(ends))[::2]
     order.shuffle(spans)
     found = [bytearray(end - begin) for begin, end in spans]
-    with CheckedFile(direct.path, hash_blocks(data), pool) as file:
+    with CheckedFile(direct.path, hash_blocks(data), pool, is_alone=True) as file:
         file.fill([(span[0], memoryview(into)) for span, into in zip(spans, found, strict=True)])
         file.check()
     assert found == [data[begin:end] for begin, end in spans]
@@ -334,7 +334,7 @@ def test_what_was_changed_never_comes_to_memory(pool: ThreadPoolExecutor, direct
     """It is hashed before it is copied to anybody; the other blocks are read."""
     data = b"\1" * (3 * PAGE)
     direct.path.write_bytes(data[:PAGE] + b"\2" * PAGE + data[:PAGE])
-    with CheckedFile(direct.path, hash_blocks(data), pool) as file:
+    with CheckedFile(direct.path, hash_blocks(data), pool, is_alone=True) as file:
         into = bytearray(2 * PAGE)
         with pytest.raises(CheckpointError, match=rf"{direct.path} was changed.*{PAGE} to"):
             file.fill([(PAGE // 2, memoryview(into))])
@@ -349,7 +349,7 @@ def test_a_shorter_file_past_the_page_cache(
     """As through it."""
     direct.path.write_bytes(bytes(length))
     with (
-        CheckedFile(direct.path, hash_blocks(bytes(3 * PAGE)), pool) as file,
+        CheckedFile(direct.path, hash_blocks(bytes(3 * PAGE)), pool, is_alone=True) as file,
         pytest.raises(CheckpointError, match=f"{direct.path} was changed"),
     ):
         file.check()
@@ -364,7 +364,7 @@ def test_what_a_system_does_not_read_directly_it_reads_otherwise(
     data = os.urandom(3 * PAGE + 7)
     direct.path.write_bytes(data)
     real = os.preadv
-    with CheckedFile(direct.path, hash_blocks(data), pool) as file:
+    with CheckedFile(direct.path, hash_blocks(data), pool, is_alone=True) as file:
 
         def preadv(fd: int, into: Sequence[memoryview], begin: int, flags: int = 0) -> int:
             if fd == file._direct and how == "half":
@@ -390,7 +390,7 @@ def test_what_is_in_the_page_cache_is_taken_from_there(
     data = os.urandom(8 * PAGE)
     with _blocks_of(PAGE):
         path.write_bytes(data)
-        with CheckedFile(path, hash_blocks(data), pool) as file:
+        with CheckedFile(path, hash_blocks(data), pool, is_alone=True) as file:
             assert file._is_cached(0, PAGE)
             assert file._read_directly(0, PAGE) is None
             os.fsync(file._file)
@@ -418,6 +418,6 @@ def test_threads_keep_one_block_each(tmp_path: Path) -> None:
             for i in range(5):
                 path = tmp_path / f"file{i}"
                 path.write_bytes(data)
-                with CheckedFile(path, hash_blocks(data), pool) as file:
+                with CheckedFile(path, hash_blocks(data), pool, is_alone=True) as file:
                     file.check()
     assert made == [PAGE]

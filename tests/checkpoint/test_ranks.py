@@ -582,6 +582,43 @@ def reads_little(folder: Path) -> None:
     assert others == (1 if rank == 1 else 0)  # one of them writes all of it
 
 
+@pytest.mark.parametrize(("zero", "alone"), [(3, True), (1, True), (0, False)])
+def test_what_several_ranks_read_stays_in_the_page_cache(
+    ranks: Pools, tmp_path: Path, zero: int, alone: bool
+) -> None:
+    """Past it each of them would have it from the disk; and so in another world."""
+    ranks(2, timeout_s=60).run(reads_alone, tmp_path, zero, {0, 1} if alone else set())
+    ranks(1, timeout_s=60).run(reads_alone, tmp_path, zero, set())
+
+
+def reads_alone(folder: Path, zero: int, alone: set[int]) -> None:
+    """Job: which files are read past the page cache."""
+    model: nn.Module = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    model = fxzero.shard(model, zero=zero)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    state = fxzero.TrainState(model, optimizer, rng=False)
+    if not any(folder.iterdir()):
+        dist.barrier()
+        fxzero.checkpoint.save(state, folder, step=1).wait()
+    opened: dict[str, bool] = {}
+    init = CheckedFile.__init__
+
+    def noted(self: CheckedFile, path: Path, *args: Any, is_alone: bool = False) -> None:
+        opened[path.name] = is_alone
+        init(self, path, *args, is_alone=is_alone)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckedFile, "__init__", noted)
+        fxzero.checkpoint.load(state, folder)
+    found = {name for name, is_alone in opened.items() if is_alone}
+    rank = dist.get_rank()
+    assert found == ({file_of_rank(rank)} if rank in alone else set())
+    assert any(name.endswith(".distcp") for name in opened)
+
+
 def one_cannot_take(folder: Path) -> None:
     """Job."""
     model = fxzero.shard(Odd(), zero=3)
