@@ -24,6 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from fxzero.checkpoint.manifest import BLOCK_BYTES, FileRecord
+from fxzero.checkpoint.page_cache import is_cached
 from fxzero.errors import CheckpointError
 
 _MOST_AT_ONCE = os.sysconf("SC_IOV_MAX")
@@ -37,9 +38,6 @@ one ahead, and a disk waits where this process is late for once; of hundreds of 
 some disks give less than of these."""
 _AT_ONCE_BYTES = 1 << 20
 """Linux reads no more for one request."""
-
-_NOT_CACHED = getattr(os, "RWF_NOWAIT", None)
-"""Asks for a read of what is in the page cache alone; None where a system cannot be asked so."""
 
 Piece = tuple[int, memoryview]
 """Where a stretch of a file begins, and the memory that it goes to."""
@@ -76,6 +74,8 @@ class CheckedFile:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         self._direct = _open_direct(path) if is_alone else None
         """The file once more, past the page cache; None where that is refused."""
+        self._is_refused = False
+        """Whether it can be opened so, and not read."""
         if self._direct is not None:
             _read_nothing_ahead(self._file)
 
@@ -133,11 +133,11 @@ class CheckedFile:
             for block, _ in wanted[:_AHEAD]:
                 self._expect(block)
         following = (block for block, _ in wanted[_AHEAD:])
-        reads: list[Future[None]] = [
-            self._pool.submit(self._read, block, pieces, next(following, None))
-            for block, pieces in wanted
-        ]
+        reads: list[Future[None]] = []
         try:
+            for block, pieces in wanted:
+                then = next(following, None)
+                reads.append(self._pool.submit(self._read, block, pieces, then))
             for read in reads:
                 read.result()
         finally:
@@ -184,24 +184,15 @@ class CheckedFile:
             Its bytes; None if they are in the cache, or are not had at one go: the other way tells
             why, and reads what can be read.
         """
-        if self._direct is None or self._is_cached(begin, end):
+        if self._direct is None or self._is_refused or is_cached(self._file, begin, end - begin):
             return None
         memory = _memory_of_thread()
         try:  # beyond the end, as all that is asked for are whole pages
             count = os.preadv(self._direct, [memory], begin)
         except OSError:
+            self._is_refused = True
             return None
         return memory[: end - begin] if count >= end - begin else None
-
-    def _is_cached(self, begin: int, end: int) -> bool:
-        """Whether a block is in the page cache, most probably: its first and its last byte are."""
-        if _NOT_CACHED is None:
-            return False
-        byte = bytearray(1)
-        try:
-            return all(os.preadv(self._file, [byte], at, _NOT_CACHED) for at in (begin, end - 1))
-        except OSError:
-            return False
 
     def _read_in_turn(self, into: Sequence[memoryview], begin: int, then: int | None) -> int:
         """Read through the page cache.
@@ -266,7 +257,10 @@ def _memory_of_thread() -> memoryview:
     are some: a disk is asked for less at once where they are small."""
     memory: memoryview | None = getattr(_of_thread, "memory", None)
     if memory is None or len(memory) != BLOCK_BYTES:
-        pages = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            pages = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:  # which is no fault of the file
+            raise MemoryError(f"{BLOCK_BYTES} bytes to read a block into: {error}") from error
         with contextlib.suppress(OSError, AttributeError):
             pages.madvise(mmap.MADV_HUGEPAGE)
         memory = _of_thread.memory = memoryview(pages)

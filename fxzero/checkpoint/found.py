@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,7 @@ class Found:
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         plan = self.reader.prepare_local_plan(planner.create_local_plan())
         is_same_world = self.manifest is not None and self.manifest.world_size == self.ranks.size
-        if is_same_world and (self.ranks.size == 1 or _lie_apart(wanted.values())):
+        if is_same_world and (self.ranks.size == 1 or self._lie_apart(wanted)):
             self.reader.own = file_of_rank(self.ranks.rank)
         if meanwhile is not None:
             meanwhile()
@@ -425,6 +425,19 @@ class Found:
                 wanted[self._name(full)] = template
         return wanted
 
+    def _lie_apart(self, wanted: Mapping[str, Tensor]) -> bool:
+        """Whether of some tensors, by names in files, each rank has a part by itself, and had that
+        same part when they were saved; but for next to nothing of them."""
+        apart = total = 0
+        for name, tensor in wanted.items():
+            part, about = local_part(tensor), self.saved[name]
+            total += part.nbytes
+            if isinstance(tensor, DTensor) and isinstance(about, TensorStorageMetadata):
+                is_shared = any(placement.is_replicate() for placement in tensor.placements)
+                had = len(about.chunks) > 1 and part.shape in [c.sizes for c in about.chunks]
+                apart += part.nbytes if had and not is_shared else 0
+        return apart > _MOSTLY * total
+
     def _tell_of_rounding(self) -> None:
         narrower = [
             name
@@ -461,17 +474,6 @@ def _template(parameter: Tensor, known: Any, about: TensorStorageMetadata, name:
             "state, or leave it as it is by leave=('optimizer',)."
         )
     return torch.empty(about.size, dtype=about.properties.dtype)
-
-
-def _lie_apart(tensors: Iterable[Tensor]) -> bool:
-    """Whether what several ranks have of some tensors is next to nothing of them."""
-    apart = total = 0
-    for tensor in tensors:
-        part = local_part(tensor).nbytes
-        total += part
-        if isinstance(tensor, DTensor) and not any(p.is_replicate() for p in tensor.placements):
-            apart += part
-    return apart > _MOSTLY * total
 
 
 def _like(copied: Tensor, template: Tensor) -> Tensor:

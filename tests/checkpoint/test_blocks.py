@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from fxzero.checkpoint import blocks, manifest, writer
 from fxzero.checkpoint.blocks import CheckedFile
 from fxzero.checkpoint.manifest import hash_blocks
+from fxzero.checkpoint.page_cache import is_cached
 from fxzero.checkpoint.writer import HashedFile
 from fxzero.errors import CheckpointError
 
@@ -283,7 +284,7 @@ class Direct:
         if opened is None:
             pytest.skip(f"the file system of {folder} refuses direct I/O")
         os.close(opened)
-        patch.setattr(CheckedFile, "_is_cached", lambda *_: False)
+        patch.setattr(blocks, "is_cached", lambda *_: False)
         self.in_turn: list[int] = []
         """Begins of blocks that went through it."""
         read = CheckedFile._read_in_turn
@@ -391,13 +392,17 @@ def test_what_is_in_the_page_cache_is_taken_from_there(
     with _blocks_of(PAGE):
         path.write_bytes(data)
         with CheckedFile(path, hash_blocks(data), pool, is_alone=True) as file:
-            assert file._is_cached(0, PAGE)
+            assert is_cached(file._file, 0, PAGE)
             assert file._read_directly(0, PAGE) is None
             os.fsync(file._file)
             os.posix_fadvise(file._file, 0, 0, os.POSIX_FADV_DONTNEED)
-            if file._is_cached(0, PAGE):
+            if is_cached(file._file, 0, PAGE):
                 pytest.skip(f"the file system of {tmp_path} is the page cache")
-            assert not file._is_cached(PAGE, 2 * PAGE)
+            for _ in range(2):  # to ask brings nothing there
+                assert not is_cached(file._file, 0, 8 * PAGE)
+            assert file.peek(3 * PAGE, 1) == data[3 * PAGE : 3 * PAGE + 1]
+            assert is_cached(file._file, 3 * PAGE, PAGE)
+            assert not is_cached(file._file, 2 * PAGE, 2 * PAGE)
             assert read(file, 0, len(data)) == data
 
 
@@ -413,7 +418,7 @@ def test_threads_keep_one_block_each(tmp_path: Path) -> None:
 
     with _blocks_of(PAGE), pytest.MonkeyPatch.context() as patch:
         patch.setattr(mmap, "mmap", counted)
-        patch.setattr(CheckedFile, "_is_cached", lambda *_: False)
+        patch.setattr(blocks, "is_cached", lambda *_: False)
         with ThreadPoolExecutor(1) as pool:
             for i in range(5):
                 path = tmp_path / f"file{i}"
@@ -421,3 +426,41 @@ def test_threads_keep_one_block_each(tmp_path: Path) -> None:
                 with CheckedFile(path, hash_blocks(data), pool, is_alone=True) as file:
                     file.check()
     assert made == [PAGE]
+
+
+def test_no_memory_is_no_fault_of_the_file(tmp_path: Path, direct: Direct) -> None:
+    """A checkpoint that is whole is not skipped for it."""
+    direct.path.write_bytes(bytes(PAGE))
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    direct.patch.setattr(mmap, "mmap", refuse)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        CheckedFile(direct.path, hash_blocks(bytes(PAGE)), pool, is_alone=True) as file,
+        pytest.raises(MemoryError, match=f"{PAGE} bytes to read a block into"),
+    ):
+        file.check()
+
+
+def test_nobody_reads_on_behind_a_thread_that_cannot_begin(direct: Direct) -> None:
+    """What was begun before is waited for."""
+    data = b"\1" * (4 * PAGE)
+    direct.path.write_bytes(data)
+    into = bytearray(len(data))
+    with ThreadPoolExecutor(4) as pool:
+        real = pool.submit
+
+        def submit(what: Any, number: int, *args: Any) -> Any:
+            if number == 3:
+                raise RuntimeError("can't start new thread")
+            return real(lambda: time.sleep(0.1) or what(number, *args))
+
+        direct.patch.setattr(pool, "submit", submit)
+        with CheckedFile(direct.path, hash_blocks(data), pool, is_alone=True) as file:
+            with pytest.raises(RuntimeError, match="new thread"):
+                file.fill([(0, memoryview(into))])
+            into[:] = bytes(len(into))
+            time.sleep(0.3)
+            assert into == bytes(len(into))

@@ -588,6 +588,7 @@ def test_what_several_ranks_read_stays_in_the_page_cache(
 ) -> None:
     """Past it each of them would have it from the disk; and so in another world."""
     ranks(2, timeout_s=60).run(reads_alone, tmp_path, zero, {0, 1} if alone else set())
+    ranks(2, timeout_s=60).run(reads_alone, tmp_path, 3 - zero, {0, 1} if zero == 1 else set())
     ranks(1, timeout_s=60).run(reads_alone, tmp_path, zero, set())
 
 
