@@ -201,7 +201,7 @@ class CheckedFile:
             How many bytes were read.
         """
         with self._reads:
-            if then is not None and self._direct is None:
+            if then is not None:  # where this one was in the cache, that one is most probably
                 self._expect(then)
             return self._fill(into, begin)
 

@@ -428,6 +428,21 @@ def test_threads_keep_one_block_each(tmp_path: Path) -> None:
     assert made == [PAGE]
 
 
+def test_who_is_told_that_all_is_cached_asks_ahead(
+    pool: ThreadPoolExecutor, direct: Direct
+) -> None:
+    """As Linux tells who may not write to a file: it is read from the disk, and by itself the
+    system would read nothing ahead."""
+    data = os.urandom(8 * PAGE)
+    direct.path.write_bytes(data)
+    asked: list[int] = []
+    direct.patch.setattr(blocks, "is_cached", lambda *_: True)
+    with CheckedFile(direct.path, hash_blocks(data), pool, is_alone=True) as file:
+        direct.patch.setattr(os, "posix_fadvise", lambda _, at, *__: asked.append(at // PAGE))
+        assert read(file, 0, len(data)) == data
+    assert sorted(asked) == list(range(blocks._AHEAD, 8))
+
+
 def test_no_memory_is_no_fault_of_the_file(tmp_path: Path, direct: Direct) -> None:
     """A checkpoint that is whole is not skipped for it."""
     direct.path.write_bytes(bytes(PAGE))
