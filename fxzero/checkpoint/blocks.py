@@ -24,7 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from fxzero.checkpoint.manifest import BLOCK_BYTES, FileRecord
-from fxzero.checkpoint.page_cache import is_cached
+from fxzero.checkpoint.page_cache import PageCache
 from fxzero.errors import CheckpointError
 
 _MOST_AT_ONCE = os.sysconf("SC_IOV_MAX")
@@ -76,8 +76,10 @@ class CheckedFile:
         """The file once more, past the page cache; None where that is refused."""
         self._is_refused = False
         """Whether it can be opened so, and not read."""
+        self._cache: PageCache | None = None
         if self._direct is not None:
             _read_nothing_ahead(self._file)
+            self._cache = PageCache(self._file, record.bytes)
 
     def __enter__(self) -> CheckedFile:
         return self
@@ -86,6 +88,8 @@ class CheckedFile:
         os.close(self._file)
         if self._direct is not None:
             os.close(self._direct)
+        if self._cache is not None:
+            self._cache.close()
 
     def fill(self, pieces: Iterable[Piece]) -> None:
         """Fill memory with stretches of the file that do not overlap, in any order.
@@ -184,7 +188,9 @@ class CheckedFile:
             Its bytes; None if they are in the cache, or are not had at one go: the other way tells
             why, and reads what can be read.
         """
-        if self._direct is None or self._is_refused or is_cached(self._file, begin, end - begin):
+        if self._direct is None or self._cache is None or self._is_refused:
+            return None
+        if self._cache.has(begin, end):
             return None
         memory = _memory_of_thread()
         try:  # beyond the end, as all that is asked for are whole pages

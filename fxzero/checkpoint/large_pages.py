@@ -7,14 +7,21 @@ A page of 4 KiB that is touched for the first time costs more than a copy of wha
 everything that is loaded arrives in memory of its own. A tensor by itself has few large pages, or
 none: together they have. What is small has memory by itself, lest a count of steps, which an
 optimizer keeps where it moves all else to a GPU, keep the whole stretch.
+
+A thread touches it from its begin on, ahead of who fills it: the first touches of several threads
+at once hinder each other, and while all of them wait for memory nobody asks a disk for more.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
+import threading
+import weakref
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +30,11 @@ _LEAST_BYTES = 4 << 20
 _SMALL_BYTES = 64 << 10
 _ALIGNED_BYTES = 64
 """Where a tensor may begin, as torch's own allocator has it."""
+_AT_ONCE_BYTES = 16 << 20
+"""Touched by one call, which keeps the memory from being given back meanwhile."""
+_MADV_POPULATE_WRITE = 23
+"""Of Linux 5.14: touch it, and leave what is in it."""
+_one_at_a_time = threading.Lock()
 
 
 def empty(forms: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
@@ -61,4 +73,23 @@ def _stretch(num_bytes: int) -> mmap.mmap | None:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:  # a kernel without them
         return None
+    about = weakref.ref(memory), num_bytes
+    threading.Thread(target=_touch, args=about, name="fxzero-touch", daemon=True).start()
     return memory
+
+
+def _touch(of: weakref.ref[mmap.mmap], num_bytes: int) -> None:
+    """Touch memory that somebody fills, as long as somebody has it. Where the system does not do
+    so, or has none, whoever fills it does."""
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    for begin in range(0, num_bytes, _AT_ONCE_BYTES):
+        memory = of()
+        if memory is None or madvise is None:
+            return
+        address = np.frombuffer(memory, np.uint8).ctypes.data + begin
+        length = min(_AT_ONCE_BYTES, num_bytes - begin)
+        with _one_at_a_time:
+            failed = madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
+        if failed:
+            return
+        del memory

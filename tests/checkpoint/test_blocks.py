@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from fxzero.checkpoint import blocks, manifest, writer
 from fxzero.checkpoint.blocks import CheckedFile
 from fxzero.checkpoint.manifest import hash_blocks
-from fxzero.checkpoint.page_cache import is_cached
+from fxzero.checkpoint.page_cache import PageCache
 from fxzero.checkpoint.writer import HashedFile
 from fxzero.errors import CheckpointError
 
@@ -284,7 +284,7 @@ class Direct:
         if opened is None:
             pytest.skip(f"the file system of {folder} refuses direct I/O")
         os.close(opened)
-        patch.setattr(blocks, "is_cached", lambda *_: False)
+        patch.setattr(PageCache, "has", lambda *_: False)
         self.in_turn: list[int] = []
         """Begins of blocks that went through it."""
         read = CheckedFile._read_in_turn
@@ -392,17 +392,18 @@ def test_what_is_in_the_page_cache_is_taken_from_there(
     with _blocks_of(PAGE):
         path.write_bytes(data)
         with CheckedFile(path, hash_blocks(data), pool, is_alone=True) as file:
-            assert is_cached(file._file, 0, PAGE)
+            cache = file._cache
+            assert cache is not None and cache.has(0, PAGE)
             assert file._read_directly(0, PAGE) is None
             os.fsync(file._file)
             os.posix_fadvise(file._file, 0, 0, os.POSIX_FADV_DONTNEED)
-            if is_cached(file._file, 0, PAGE):
+            if cache.has(0, PAGE):
                 pytest.skip(f"the file system of {tmp_path} is the page cache")
             for _ in range(2):  # to ask brings nothing there
-                assert not is_cached(file._file, 0, 8 * PAGE)
+                assert not cache.has(0, 8 * PAGE)
             assert file.peek(3 * PAGE, 1) == data[3 * PAGE : 3 * PAGE + 1]
-            assert is_cached(file._file, 3 * PAGE, PAGE)
-            assert not is_cached(file._file, 2 * PAGE, 2 * PAGE)
+            assert cache.has(3 * PAGE, 4 * PAGE)
+            assert not cache.has(2 * PAGE, 4 * PAGE)
             assert read(file, 0, len(data)) == data
 
 
@@ -418,7 +419,7 @@ def test_threads_keep_one_block_each(tmp_path: Path) -> None:
 
     with _blocks_of(PAGE), pytest.MonkeyPatch.context() as patch:
         patch.setattr(mmap, "mmap", counted)
-        patch.setattr(blocks, "is_cached", lambda *_: False)
+        patch.setattr(PageCache, "has", lambda *_: False)
         with ThreadPoolExecutor(1) as pool:
             for i in range(5):
                 path = tmp_path / f"file{i}"
@@ -436,7 +437,7 @@ def test_who_is_told_that_all_is_cached_asks_ahead(
     data = os.urandom(8 * PAGE)
     direct.path.write_bytes(data)
     asked: list[int] = []
-    direct.patch.setattr(blocks, "is_cached", lambda *_: True)
+    direct.patch.setattr(PageCache, "has", lambda *_: True)
     with CheckedFile(direct.path, hash_blocks(data), pool, is_alone=True) as file:
         direct.patch.setattr(os, "posix_fadvise", lambda _, at, *__: asked.append(at // PAGE))
         assert read(file, 0, len(data)) == data
