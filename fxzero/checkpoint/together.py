@@ -4,9 +4,9 @@
     memory                          ▓▓▓▓▓▓▓▓▓▓                 ▓▓▓▓▓▓▓▓▓▓
                                     all of a: its own          columns of b: aside, then copied
 
-Where in an archive the bytes begin its head says, which would have to be read first. Of archives of
-one length, whose tensors have one dtype and the same sizes, it says the same: one of them is asked,
-and each is looked at when it has been read with all else.
+Where in an archive the bytes begin its head says, which would have to be read first. Of archives
+that have as much beside their tensors' bytes it says the same, but for strange coincidence: one of
+them is asked, and each is looked at when it has been read with all else.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Together:
         self._archives: list[Archive] = []
         self._end = 0
         """Of what is to be read, in the file."""
-        self._begins: dict[object, int] = {}
-        """Where the bytes of an archive begin, by all that decides it."""
+        self._begins: dict[int, int] = {}
+        """Where the bytes of an archive begin, by how many others it has."""
         self._aside: list[tuple[Tensor, ReadItem, Tensor]] = []
         """Parts, what is wanted of them, and where that goes."""
         self._aside_bytes = 0
@@ -127,7 +127,7 @@ class Together:
 
     def _begin_of(self, archive: Archive) -> int:
         """Where the bytes of an archive begin, most probably."""
-        key = archive.length, archive.dtype, archive.sizes
+        key = archive.length - archive.num_bytes
         if key not in self._begins:
             head = self._file.peek(archive.offset, min(HEAD_BYTES, archive.length))
             self._begins[key] = self._checked(archive, begin_of_bytes(head))
