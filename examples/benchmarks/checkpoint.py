@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/benchmarks/checkpoint.py --json FILE
 
-A GPT in fp32 with AdamW's state, sharded by ZeRO-3, no step in between. In turns:
+A GPT in fp32 with AdamW's state, sharded by ZeRO-3, no step in between: 3.8 GB, unless asked
+otherwise. Of less it is told mostly what does not depend on it, 0.1 s of a load. In turns:
 
     copy         this rank's state to memory that is there: what no asynchronous save can beat
     fxzero       `fxzero.checkpoint.save`: the call, and until it is on disk, hashed and renamed
@@ -212,9 +213,9 @@ class Contenders:
 
 
 def main(
-    layers: int = 12,
-    hidden: int = 512,
-    repeats: int = 5,
+    layers: int = 16,
+    hidden: int = 1280,
+    repeats: int = 9,
     folder: Annotated[Path, typer.Option(help="On the disk to measure.")] = Path("checkpoints"),
     deepspeed: Annotated[bool, typer.Option(help="With DeepSpeed's save, if installed.")] = False,
     json: Path | None = None,

@@ -52,8 +52,12 @@ class SharedModel:
             self.made = made
         model, batch = self.made
         memo: dict[int, Any] = {id(self.mode): self.mode}
-        with _compat.building_on_fakes():
-            return copy.deepcopy(model, memo), batch
+        try:
+            with _compat.building_on_fakes():
+                return copy.deepcopy(model, memo), batch
+        except Exception:  # it keeps a lock, a file, a tensor that was computed
+            made, self.made = self.made, None
+            return made
 
 
 def _closes_over(module: nn.Module) -> bool:

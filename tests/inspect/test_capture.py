@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -270,6 +271,19 @@ class Clip(nn.Module):
         return (self.layer(x) * self.scale.exp()).float().square().mean()
 
 
+class Keeping(nn.Module):
+    """Keeps what nobody can copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.lock = threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 8) to a loss."""
+        return self.layer(x).float().square().mean()
+
+
 class Closing(nn.Module):
     """Calls its first layer through a function that knows it."""
 
@@ -342,8 +356,19 @@ def with_arguments() -> Any:
         (from_meta, 73),
         (with_arguments, 73),
         (lambda: (Closing(), torch.randn(4, 8)), 144),
+        (lambda: (Keeping(), torch.randn(4, 8)), 72),
     ],
-    ids=["number", "bf16_number", "copies", "average", "truncated", "meta", "argparse", "closure"],
+    ids=[
+        "number",
+        "bf16_number",
+        "copies",
+        "average",
+        "truncated",
+        "meta",
+        "argparse",
+        "closure",
+        "lock",
+    ],
 )
 def test_habits_of_factories(build: Any, num_parameters: int, shares: bool) -> None:
     """What they do to real tensors they may do to fake ones: all parameters are sharded."""
