@@ -1,6 +1,6 @@
-"""transformers' Llama as a language model of the examples.
+"""transformers' Llama as the benchmarks call their models: tokens and targets in, their loss out.
 
-    python examples/benchmarks/estimated_steps.py --json FILE model=llama_bench
+python examples/benchmarks/estimated_steps.py --json FILE model=llama_bench
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from examples.models import GPTConfig, LanguageModel
+from examples.models import GPTConfig
 
 
-class Llama(LanguageModel):
+class Llama(nn.Module):
     """A Llama of a GPT's shape: gates of 8/3 of its width (Touvron et al. 2023), and a head of keys
     and values for four of queries, where they can be shared so (Ainslie et al. 2023)."""
 
     def __init__(self, config: GPTConfig) -> None:
-        super().__init__(config)
+        super().__init__()
+        self.config = config
         heads = config.num_heads
         self.model = LlamaForCausalLM(
             LlamaConfig(
@@ -37,15 +38,15 @@ class Llama(LanguageModel):
             )
         )
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """See the base class."""
-        logits: Tensor = self.model(input_ids=tokens).logits
-        if targets is None:
-            return logits
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Read tokens (B, T): their mean loss by targets (B, T)."""
+        logits = self.model(input_ids=tokens).logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def llama_bench(**overrides: Any) -> Llama:
     """18 million parameters: the other model that the benchmarks time."""
-    config = GPTConfig(num_layers=6, num_heads=8, hidden=512, vocab_size=1024, block_size=256)
-    return Llama(replace(config, **{"bias": False, **overrides}))
+    config = GPTConfig(
+        num_layers=6, num_heads=8, hidden=512, vocab_size=1024, block_size=256, bias=False
+    )
+    return Llama(replace(config, **overrides))

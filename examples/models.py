@@ -137,13 +137,34 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
-class LanguageModel(nn.Module):
-    """What reads tokens (B, T) and foretells the next one: logits (B, T, V), or the mean loss if
-    targets (B, T) are given."""
+class GPT(nn.Module):
+    """A decoder-only transformer. Its head is the token embedding, transposed."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
+        self.tokens = Embedding(config.vocab_size, config.hidden)
+        self.positions = Embedding(config.block_size, config.hidden)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.hidden, bias=config.bias)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Read tokens (B, T): logits (B, T, V), or the mean loss if targets (B, T) are given."""
+        length = tokens.shape[1]
+        if length > self.config.block_size:
+            raise ValueError(
+                f"{length} tokens were given to a model with block_size={self.config.block_size}: "
+                "shorten the context, or build the model with a larger block."
+            )
+        positions = torch.arange(length, device=tokens.device)
+        x = self.dropout(self.tokens(tokens) + self.positions(positions))
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.tokens.weight)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
     def generate(
@@ -174,35 +195,6 @@ class LanguageModel(nn.Module):
         device = next(self.parameters()).device
         tokens = torch.randint(self.config.vocab_size, shape, device=device)
         return tokens[:, :-1], tokens[:, 1:]
-
-
-class GPT(LanguageModel):
-    """A decoder-only transformer. Its head is the token embedding, transposed."""
-
-    def __init__(self, config: GPTConfig):
-        super().__init__(config)
-        self.tokens = Embedding(config.vocab_size, config.hidden)
-        self.positions = Embedding(config.block_size, config.hidden)
-        self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.LayerNorm(config.hidden, bias=config.bias)
-
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Read tokens (B, T): logits (B, T, V), or the mean loss if targets (B, T) are given."""
-        length = tokens.shape[1]
-        if length > self.config.block_size:
-            raise ValueError(
-                f"{length} tokens were given to a model with block_size={self.config.block_size}: "
-                "shorten the context, or build the model with a larger block."
-            )
-        positions = torch.arange(length, device=tokens.device)
-        x = self.dropout(self.tokens(tokens) + self.positions(positions))
-        for block in self.blocks:
-            x = block(x)
-        logits = F.linear(self.norm(x), self.tokens.weight)
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def gpt_nano(**overrides: Any) -> GPT:

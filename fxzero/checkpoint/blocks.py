@@ -19,6 +19,7 @@ import contextlib
 import mmap
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -137,13 +138,13 @@ class CheckedFile:
             for block, _ in wanted[:_AHEAD]:
                 self._expect(block)
         following = (block for block, _ in wanted[_AHEAD:])
-        reads: list[Future[None]] = []
+        reads: deque[Future[None]] = deque()
         try:
             for block, pieces in wanted:
                 then = next(following, None)
                 reads.append(self._pool.submit(self._read, block, pieces, then))
-            for read in reads:
-                read.result()
+            while reads:  # none is kept: an error would hold itself, by this frame and its future
+                reads.popleft().result()
         finally:
             for read in reads:
                 read.cancel()

@@ -14,6 +14,7 @@ at once hinder each other, and while all of them wait for memory nobody asks a d
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -30,11 +31,12 @@ _LEAST_BYTES = 4 << 20
 _SMALL_BYTES = 64 << 10
 _ALIGNED_BYTES = 64
 """Where a tensor may begin, as torch's own allocator has it."""
+_LEAST_AHEAD_BYTES = 64 << 20
+"""Of a stretch that is worth a thread."""
 _AT_ONCE_BYTES = 16 << 20
 """Touched by one call, which keeps the memory from being given back meanwhile."""
 _MADV_POPULATE_WRITE = 23
 """Of Linux 5.14: touch it, and leave what is in it."""
-_one_at_a_time = threading.Lock()
 
 
 def empty(forms: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
@@ -73,23 +75,27 @@ def _stretch(num_bytes: int) -> mmap.mmap | None:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:  # a kernel without them
         return None
-    about = weakref.ref(memory), num_bytes
-    threading.Thread(target=_touch, args=about, name="fxzero-touch", daemon=True).start()
+    if num_bytes >= _LEAST_AHEAD_BYTES:
+        about = weakref.ref(memory), num_bytes
+        touches = threading.Thread(target=_touch, args=about, name="fxzero-touch", daemon=True)
+        with contextlib.suppress(RuntimeError):  # there may be no more threads
+            touches.start()
     return memory
 
 
 def _touch(of: weakref.ref[mmap.mmap], num_bytes: int) -> None:
     """Touch memory that somebody fills, as long as somebody has it. Where the system does not do
     so, or has none, whoever fills it does."""
-    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    try:
+        madvise = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return
     for begin in range(0, num_bytes, _AT_ONCE_BYTES):
         memory = of()
-        if memory is None or madvise is None:
+        if memory is None:
             return
-        address = np.frombuffer(memory, np.uint8).ctypes.data + begin
-        length = min(_AT_ONCE_BYTES, num_bytes - begin)
-        with _one_at_a_time:
-            failed = madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
-        if failed:
+        address = ctypes.c_void_p(np.frombuffer(memory, np.uint8).ctypes.data + begin)
+        length = ctypes.c_size_t(min(_AT_ONCE_BYTES, num_bytes - begin))
+        if madvise(address, length, _MADV_POPULATE_WRITE):
             return
         del memory

@@ -181,8 +181,11 @@ def _read(
         found.read(None if before is None else before.copy)
     except Exception as met:
         error = met
-    broken = ranks.gather(str(error) if isinstance(error, NotWholeError) else None)
-    ranks.agree(None if isinstance(error, NotWholeError) else error)
+    try:
+        broken = ranks.gather(str(error) if isinstance(error, NotWholeError) else None)
+        ranks.agree(None if isinstance(error, NotWholeError) else error)
+    finally:
+        error = None  # it holds this frame, and with it all that was read for nothing
     said = [text for text in broken if text is not None]
     if said:
         return NotWholeError(said[0])

@@ -56,8 +56,8 @@ class SharedModel:
             with _compat.building_on_fakes():
                 return copy.deepcopy(model, memo), batch
         except Exception:  # it keeps a lock, a file, a tensor that was computed
-            made, self.made = self.made, None
-            return made
+            self.made = None
+            return make()
 
 
 def _closes_over(module: nn.Module) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import mmap
+import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -105,3 +108,62 @@ def test_the_system_gives_large_pages() -> None:
     before = large_kib()
     tensor = empty((16 << 20,), torch.float32).fill_(1)
     assert large_kib() - before >= 60 << 10, tensor.shape
+
+
+AHEAD = (17, 1 << 20)
+
+
+def touched(shape: tuple[int, ...]) -> Tensor:
+    """A tensor whose memory a thread has touched, all that it would."""
+    tensor = empty(shape, torch.float32)
+    for thread in threading.enumerate():
+        if thread.name == "fxzero-touch":
+            thread.join()
+    return tensor
+
+
+def resident_bytes(tensor: Tensor) -> int:
+    """What of a tensor's memory the system has given."""
+    begin, found = tensor.data_ptr(), 0
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if span is not None:
+            inside = int(span[1], 16) <= begin < int(span[2], 16)
+        elif inside and line.startswith("Rss:"):
+            found = int(line.split()[1]) << 10
+    return found
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux alone has large pages")
+def test_what_is_large_is_touched_ahead_and_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, unless the system cannot, or there are no threads: then it comes by itself."""
+    assert resident_bytes(touched(AHEAD)) >= 68 << 20
+    monkeypatch.setattr(large_pages, "_MADV_POPULATE_WRITE", 12345)
+    assert resident_bytes(touched(AHEAD)) < 1 << 20
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    tensor = touched(AHEAD).fill_(3)
+    assert bool((tensor == 3).all())
+
+
+def test_who_fills_and_who_touches_do_not_meet() -> None:
+    """What was written before it is touched stays."""
+    for value in range(10):
+        tensor = empty(AHEAD, torch.float32).fill_(value)
+        touched((1, 1))  # waits for the thread
+        assert bool((tensor == value).all())
+
+
+def test_nobody_touches_what_nobody_has() -> None:
+    """The thread keeps it for one call at most."""
+    for _ in range(20):
+        empty((256, 1 << 20), torch.float32)
+    begin = time.monotonic()
+    while any(thread.name == "fxzero-touch" for thread in threading.enumerate()):
+        assert time.monotonic() < begin + 30
+        time.sleep(0.001)
