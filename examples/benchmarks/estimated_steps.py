@@ -4,8 +4,8 @@
     sudo python examples/benchmarks/estimated_steps.py --link 1gbit --json FILE
     python examples/benchmarks/estimated_steps.py --zero 3 --json FILE model.num_layers=12
 
-In each repeat `fxzero doctor` measures the machine on as many ranks as train, the steps are
-estimated by its figures alone, and then run. A machine whose speed changes from one to the other
+In each repeat `fxzero doctor` measures the machine on as many ranks as train; by its figures the
+steps are scheduled, estimated and run. A machine whose speed changes from one to the other
 shows in the repeats: what is said of them is their median.
 """
 
@@ -31,12 +31,17 @@ from fxzero.inspect.estimate import estimate
 from fxzero.inspect.targets import Target
 
 
-def estimated_ms(job: Job, ranks: int, cluster: str) -> float:
-    """What a step is said to take on a machine.
+def by_figures_of(job: Job, cluster: Path) -> Job:
+    """The same measurement, scheduled by the figures of a file."""
+    options = dict(job.fxzero_options)
+    return replace(
+        job,
+        fxzero_options={**options, "cost": {**options.get("cost", {}), "cluster": str(cluster)}},
+    )
 
-    Args:
-        cluster: the file that the doctor wrote.
-    """
+
+def estimated_ms(job: Job, ranks: int) -> float:
+    """What a step is said to take, by the figures that it is scheduled by."""
     shape = job.workload.batch, job.workload.config.block_size
 
     def build() -> Any:
@@ -44,17 +49,14 @@ def estimated_ms(job: Job, ranks: int, cluster: str) -> float:
         return job.workload.build(), {n: torch.zeros(shape, dtype=torch.int64) for n in names}
 
     target = Target("benchmark", build)
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "measured.yaml")
-        path.write_text(cluster)
-        found = estimate(
-            target,
-            world_size=ranks,
-            stages=[job.zero],
-            cluster=str(path),
-            clip_grad_norm=None,
-            options=dict(job.fxzero_options),
-        )
+    found = estimate(
+        target,
+        world_size=ranks,
+        stages=[job.zero],
+        cluster=job.fxzero_options["cost"]["cluster"],
+        clip_grad_norm=None,
+        options=dict(job.fxzero_options),
+    )
     return found.stages[job.zero].step_ms
 
 
@@ -122,18 +124,22 @@ def main(
     stages = options.numbers("--zero", zeros)
     repeats: dict[int, list[dict[str, Any]]] = {zero: [] for zero in stages}
     try:
-        for turn in range(repeat):
-            cluster = launch(replace(job, measure="machine"), ranks)[0]["cluster"]
-            for zero in stages:
-                run = Run.merge(launch(replace(job, zero=zero), ranks))
-                repeats[zero].append(
-                    {
-                        "estimated_ms": estimated_ms(replace(job, zero=zero), ranks, cluster),
-                        "measured_ms": median(run.step_ms),
-                        "step_ms": run.step_ms,
-                    }
-                )
-            print(f"repeat {turn + 1} of {repeat}: done", file=sys.stderr)
+        with TemporaryDirectory() as folder:
+            cluster = Path(folder, "measured.yaml")
+            for turn in range(repeat):
+                machine = launch(replace(job, measure="machine"), ranks)[0]
+                cluster.write_text(machine["cluster"])
+                for zero in stages:
+                    here = by_figures_of(replace(job, zero=zero), cluster)
+                    run = Run.merge(launch(here, ranks))
+                    repeats[zero].append(
+                        {
+                            "estimated_ms": estimated_ms(here, ranks),
+                            "measured_ms": median(run.step_ms),
+                            "step_ms": run.step_ms,
+                        }
+                    )
+                print(f"repeat {turn + 1} of {repeat}: done", file=sys.stderr)
     except RunError as error:
         raise SystemExit(str(error)) from None
     rows = [row_of(zero, found) for zero, found in repeats.items()]

@@ -4,10 +4,15 @@
 β           several of 8 MiB in flight together: a burst that buffers swallow says nothing of
             the link
 the host    what a loop of matrix products loses to those
+
+Ranks on CPUs have nothing but their cores to move bytes with, which compute, too, in a step: beside
+a loop of products collectives take up to twice as long as alone, unless a link is slower than that.
+Their β is of those.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +33,8 @@ TENSORS = 16
 """Of a bucket that shows what each of them takes."""
 IN_FLIGHT = 4
 """Large collectives at a time."""
+PRODUCT_WIDTH = 256
+"""Of the matrices that are multiplied meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,10 @@ def time_collective(
     with real_tensors(), torch.no_grad():
         latency_us, launch_us = _stream_us(kind, LEAST_BYTES, 1, device_type, group)
         stream_us, _ = _stream_us(kind, MOST_BYTES, IN_FLIGHT, device_type, group)
-        lost_us = _lost_us(kind, stream_us, device_type, group)
+        if device_type == "cpu":
+            stream_us, lost_us = _beside_products_us(kind, group)
+        else:
+            lost_us = _lost_us(kind, stream_us, device_type, group)
     per_byte = max(stream_us - latency_us, 0.0) / (IN_FLIGHT * MOST_BYTES)
     return CollectiveFigures(latency_us, per_byte, launch_us, lost_us / (IN_FLIGHT * MOST_BYTES))
 
@@ -95,17 +105,55 @@ def _stream_us(
     return median(walls[1:]) * 1e6, median(launches[1:]) * 1e6
 
 
+def _beside_products_us(kind: TransferKind, group: dist.ProcessGroup) -> tuple[float, float]:
+    """What some collectives take while a CPU's core computes, and what that loses to them."""
+    start, finish = collective(kind, MOST_BYTES, "cpu", group)
+    matrix = torch.randn(PRODUCT_WIDTH, PRODUCT_WIDTH)
+    streams, losses = [], []
+    handles: list[Any] = []
+    for _ in range(RUNS):
+        trim_heap()  # a step's buffers are seldom those of the transfer before
+        ended: list[float] = []
+
+        def wait_for(handles: list[Any], ended: list[float] = ended) -> None:
+            for handle in handles:
+                handle.wait()
+            ended.append(time.perf_counter())
+
+        dist.barrier(group)
+        begin = time.perf_counter()
+        flights = [start() for _ in range(IN_FLIGHT)]
+        handles = [handle for flight in flights for handle in flight.handles]
+        waits = threading.Thread(target=wait_for, args=(handles,))
+        waits.start()
+        count = 0
+        while not ended:
+            matrix @ matrix
+            count += 1
+        waits.join()
+        for flight in flights:
+            flight.handles = []  # a message can be waited for once
+            finish(flight)
+        beside_s = time.perf_counter() - begin
+        streams.append(ended[0] - begin)
+        dist.barrier(group)
+        begin = time.perf_counter()
+        for _ in range(count):
+            matrix @ matrix
+        losses.append(beside_s - (time.perf_counter() - begin))
+    return median(streams) * 1e6, max(median(losses), 0.0) * 1e6
+
+
 def _lost_us(
     kind: TransferKind, stream_us: float, device_type: str, group: dist.ProcessGroup
 ) -> float:
     """What compute loses while a stream of collectives is in flight."""
     start, finish = collective(kind, MOST_BYTES, device_type, group)
-    matrix = torch.randn(256, 256, device=device_type)
+    matrix = torch.randn(PRODUCT_WIDTH, PRODUCT_WIDTH, device=device_type)
     one_us = median_us(lambda: matrix @ matrix, device_type)
     count = max(int(1.5 * stream_us / one_us), 1)
 
     def compute_us(num_flights: int) -> float:
-        trim_heap()  # a step's buffers are seldom those of the transfer before
         dist.barrier(group)
         synchronize(device_type)
         begin = time.perf_counter()
