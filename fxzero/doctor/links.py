@@ -12,6 +12,7 @@ Figures are the mean of a gather and a reduce-scatter, which steps have most of.
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,8 @@ from fxzero.cost.links import CollectiveFigures, time_collective, time_further_t
 from fxzero.transfer import TransferKind
 
 KINDS = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER)
-ROUNDS = 2
-"""How often each is measured; the better counts."""
+ROUNDS = 3
+"""How often each is measured; the middle one counts: a step does not have the best of them."""
 LEAST = 1e-15
 """Seconds a byte: a link that takes no time at all has not been seen."""
 
@@ -92,12 +93,12 @@ def link_between(
 def _figures(
     device: torch.device, group: dist.ProcessGroup | None
 ) -> tuple[CollectiveFigures, float]:
-    """Of the mean collective, at its best; and what each further tensor of it takes."""
-    best, further_us = [], []
+    """Of the mean collective; and what each further tensor of it takes."""
+    middle, further_us = [], []
     for kind in KINDS:
         rounds = [astuple(time_collective(kind, device.type, group)) for _ in range(ROUNDS)]
-        best.append([min(found) for found in zip(*rounds, strict=True)])
+        middle.append([median(found) for found in zip(*rounds, strict=True)])
         times = [time_further_tensor(kind, device.type, group) for _ in range(ROUNDS)]
-        further_us.append(min(times))
-    means = [sum(found) / len(KINDS) for found in zip(*best, strict=True)]
+        further_us.append(median(times))
+    means = [sum(found) / len(KINDS) for found in zip(*middle, strict=True)]
     return CollectiveFigures(*means), sum(further_us) / len(KINDS)

@@ -85,7 +85,7 @@ class Measuring:
         settle(self.device, SETTLE_S)
         found = measure_device(self.device, run, self.world.meet)
         shape = "x".join(map(str, CHAIN_SHAPES[self.device.type]))
-        chain = f"a sum, norm, GELU and its gradient of {shape}, compiled, and " if run else ""
+        chain = f"a sum, norm, ReLU and its gradient of {shape}, compiled, and " if run else ""
         self.measured(
             "device",
             "square matrix products of growing width; torch copy_ of "
