@@ -153,4 +153,19 @@ FAULTS = (
         "or (data is None and not self.record.is_block(number, *into)):",
         "tests/checkpoint/test_blocks.py::test_what_was_changed_never_comes_to_memory",
     ),
+    Fault(
+        "what was read of a broken checkpoint stays beside the one before",
+        "fxzero/checkpoint/loading.py",
+        "error = None  # it holds this frame",
+        "said = []  # it holds this frame",
+        "tests/checkpoint/test_loading.py::"
+        "test_what_was_read_of_one_that_is_broken_is_let_go",
+    ),
+    Fault(
+        "who touches memory ahead takes what was written to it",
+        "fxzero/checkpoint/large_pages.py",
+        "madvise(address, length, _MADV_POPULATE_WRITE)",
+        "madvise(address, length, 4)",
+        "tests/checkpoint/test_large_pages.py::test_who_fills_and_who_touches_do_not_meet",
+    ),
 )
