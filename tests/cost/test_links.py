@@ -91,9 +91,9 @@ def beside_products() -> tuple[float, float, set[int], int]:
 
 
 def test_messages_beside_products(ranks: Pools) -> None:
-    """What a core does for messages products lose, and they come later for those."""
+    """What a core does for messages products lose; and all are waited for, each once."""
     ((stream_us, lost_us, waits, num_finished),) = ranks(1).run(beside_products)
     assert waits == {1}
     assert num_finished == links.IN_FLIGHT * links.RUNS
-    assert stream_us > links.IN_FLIGHT * 50_000
+    assert stream_us > links.IN_FLIGHT * 40_000
     assert lost_us > links.IN_FLIGHT * 10_000
