@@ -158,8 +158,7 @@ FAULTS = (
         "fxzero/checkpoint/loading.py",
         "error = None  # it holds this frame",
         "said = []  # it holds this frame",
-        "tests/checkpoint/test_loading.py::"
-        "test_what_was_read_of_one_that_is_broken_is_let_go",
+        "tests/checkpoint/test_loading.py::test_what_was_read_of_one_that_is_broken_is_let_go",
     ),
     Fault(
         "who touches memory ahead takes what was written to it",
