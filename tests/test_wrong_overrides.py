@@ -69,7 +69,7 @@ WRONG: list[tuple[str, str]] = [
     ("trainer.seed.x=1", "trainer.seed"),
     # groups
     ("model=gpt_nanno", "model=gpt_nanno: did you mean 'gpt_nano'? Known: gpt_bench"),
-    ("model=llama", "model=llama: Known: gpt_bench, gpt_lite, gpt_nano, gpt_tiny"),
+    ("model=mistral", "model=mistral: Known: gpt_bench, gpt_lite, gpt_nano, gpt_tiny"),
     ("optimizer=adam", "optimizer=adam: did you mean 'adamw'?"),
     ("precision=fp8", "precision=fp8: did you mean"),
     ("precision=bfloat16", "Known: bf16, fp16, fp32"),
