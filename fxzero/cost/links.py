@@ -12,9 +12,9 @@ Their β is of those.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -60,10 +60,10 @@ def time_collective(
     assert group is not None
     with real_tensors(), torch.no_grad():
         latency_us, launch_us = _stream_us(kind, LEAST_BYTES, 1, device_type, group)
-        stream_us, _ = _stream_us(kind, MOST_BYTES, IN_FLIGHT, device_type, group)
         if device_type == "cpu":
             stream_us, lost_us = _beside_products_us(kind, group)
         else:
+            stream_us, _ = _stream_us(kind, MOST_BYTES, IN_FLIGHT, device_type, group)
             lost_us = _lost_us(kind, stream_us, device_type, group)
     per_byte = max(stream_us - latency_us, 0.0) / (IN_FLIGHT * MOST_BYTES)
     return CollectiveFigures(latency_us, per_byte, launch_us, lost_us / (IN_FLIGHT * MOST_BYTES))
@@ -110,32 +110,31 @@ def _beside_products_us(kind: TransferKind, group: dist.ProcessGroup) -> tuple[f
     start, finish = collective(kind, MOST_BYTES, "cpu", group)
     matrix = torch.randn(PRODUCT_WIDTH, PRODUCT_WIDTH)
     streams, losses = [], []
-    handles: list[Any] = []
+    handles: list[Any] = []  # those of a run die behind the next one: see `collectives`
+
+    def wait_for(handles: list[Any]) -> float:
+        for handle in handles:
+            handle.wait()
+        return time.perf_counter()
+
     for _ in range(RUNS):
         trim_heap()  # a step's buffers are seldom those of the transfer before
-        ended: list[float] = []
-
-        def wait_for(handles: list[Any], ended: list[float] = ended) -> None:
-            for handle in handles:
-                handle.wait()
-            ended.append(time.perf_counter())
-
         dist.barrier(group)
         begin = time.perf_counter()
         flights = [start() for _ in range(IN_FLIGHT)]
         handles = [handle for flight in flights for handle in flight.handles]
-        waits = threading.Thread(target=wait_for, args=(handles,))
-        waits.start()
-        count = 0
-        while not ended:
-            matrix @ matrix
-            count += 1
-        waits.join()
+        with ThreadPoolExecutor(1) as waits:
+            ended = waits.submit(wait_for, handles)
+            count = 0
+            while not ended.done():
+                matrix @ matrix
+                count += 1
+        ended.result()  # where a rank has died, this raises
         for flight in flights:
             flight.handles = []  # a message can be waited for once
             finish(flight)
         beside_s = time.perf_counter() - begin
-        streams.append(ended[0] - begin)
+        streams.append(ended.result() - begin)
         dist.barrier(group)
         begin = time.perf_counter()
         for _ in range(count):
