@@ -29,6 +29,7 @@ from fxzero.errors import ConfigError, FxZeroWarning, VerificationError
 from fxzero.graph import StepGraph
 from fxzero.graph.aliases import root
 from fxzero.graph.cut import Sides, crossing, cut
+from fxzero.graph.products import refuse_mixed_products
 from fxzero.passes.base import Context, Fact, Pass
 from fxzero.passes.decisions import Decisions
 from fxzero.passes.expand_layers import UnequalLayersError
@@ -125,7 +126,12 @@ class Compilation:
         return sides.forward.module, sides.backward.module
 
     def read(self, module: fx.GraphModule, num_forward_outputs: int) -> StepGraph:
-        """Find out which inputs and outputs belong to which parameter."""
+        """Find out which inputs and outputs belong to which parameter.
+
+        Raises:
+            CaptureError: a product of two dtypes.
+        """
+        refuse_mixed_products(module.graph)
         reveal(module.graph, self.folds)
         specs: dict[str, ParamSpec] = {}
         inputs: dict[fx.Node, str] = {}

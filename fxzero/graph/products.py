@@ -1,0 +1,52 @@
+"""Refuse products of unequal dtypes: tensors without memory multiply what real ones do not.
+
+A graph is traced on fake tensors, whose products take any two dtypes and give the first one's;
+PyTorch's kernels refuse them when the step runs, and a step that is only looked at never runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxzero.errors import CaptureError
+from fxzero.graph.node_text import describe_value, source_line
+
+_aten = torch.ops.aten
+_PRODUCTS = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.mv.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+}
+"""Those that fake tensors do not refuse themselves (torch 2.11 to 2.13)."""
+_NUM_FACTORS = 3
+"""The first arguments: two factors and what is added, or queries, keys and values."""
+
+
+def refuse_mixed_products(graph: fx.Graph) -> None:
+    """See that the factors of every product have one dtype.
+
+    Raises:
+        CaptureError: they have several; the message has the line.
+    """
+    for target in _PRODUCTS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            factors = [_value_of(argument) for argument in node.args[:_NUM_FACTORS]]
+            factors = [value for value in factors if isinstance(value, Tensor)]
+            if len({value.dtype for value in factors}) > 1:
+                line = source_line(node)
+                raise CaptureError(
+                    f"{node.name} ({target}){f' at {line}' if line else ''} multiplies "
+                    f"{', '.join(map(describe_value, factors))}: PyTorch takes one dtype. Give the "
+                    "model inputs of its parameters' dtype, or cast one of them in its forward."
+                )
+
+
+def _value_of(argument: Any) -> Any:
+    return argument.meta.get("val") if isinstance(argument, fx.Node) else None
