@@ -22,13 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import (
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import flop_registry
 
 from fxzero._compat import hint, hinted
+from fxzero.cost.attention import flops_on_cpu, is_cpu_attention, share_on_cpu
 from fxzero.cost.cluster import ClusterSpec, HostSpec
 from fxzero.cost.model import TransferCost
 from fxzero.graph.aliases import is_view
@@ -63,6 +60,8 @@ class Product(NamedTuple):
     """That it reads and writes."""
     dtype: str
     kind: ProductKind = ProductKind.MATRIX
+    share_on_cpu: float = 1.0
+    """Of the FLOPs, what a CPU computes."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +92,9 @@ class Work:
 
 def flops_of(node: fx.Node) -> float:
     """FLOPs of an operator by torch's own formulas; 0 if there is none."""
+    if is_cpu_attention(node):
+        return flops_on_cpu(node)
     packet = getattr(node.target, "overloadpacket", None)
-    if packet in _ON_CPU:
-        tensors = [node.args[i].meta["val"] for i in range(_ON_CPU[packet])]  # type: ignore[union-attr]
-        return attention_flops(*(hinted_value(tensor).shape for tensor in tensors))
     formula = flop_registry.get(packet) if packet is not None else None
     if formula is None:
         return 0.0
@@ -105,20 +103,6 @@ def flops_of(node: fx.Node) -> float:
         return float(formula(*args, **kwargs, out_val=hinted_value(node.meta["val"])))
     except (TypeError, AttributeError):  # arguments the formula does not take
         return 0.0
-
-
-_ON_CPU = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: 3,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: 4,
-}
-"""Attention that torch counts no FLOPs of, and with how many tensors its arguments begin."""
-
-
-def attention_flops(*shapes: torch.Size) -> float:
-    """By torch's formulas for attention: (gradient,) query, key and value."""
-    if len(shapes) == 4:
-        return float(sdpa_backward_flop_count(*shapes))
-    return float(sdpa_flop_count(*shapes))
 
 
 def hinted_value(value: Any) -> Any:
@@ -164,7 +148,9 @@ def work_of(nodes: Sequence[fx.Node]) -> Work:
         written = value_bytes(node)
         if flops:
             read = sum(num_bytes(n) for n in node.all_input_nodes)
-            products.append(Product(flops, read + written, _dtype_of(node), _kind_of(node)))
+            share = share_on_cpu(node) if is_cpu_attention(node) else 1.0
+            moved, dtype = read + written, _dtype_of(node)
+            products.append(Product(flops, moved, dtype, _kind_of(node), share))
             chain_of[node] = False
             continue
         if stamp_of(node).role is Role.UPDATE:
@@ -307,7 +293,9 @@ class AnalyticCosts:
             ProductKind.CONVOLUTION: device.flops_efficiency * device.convolution_efficiency,
             ProductKind.ATTENTION: device.flops_efficiency * device.attention_efficiency,
         }
-        for flops, moved, dtype, kind in work.products:
+        for flops, moved, dtype, kind, share in work.products:
+            if device.type == "cpu":
+                flops *= share
             peak = device.peak_flops.get(dtype, device.peak_flops["fp32"])
             reached = peak * shares[kind] * flops / (flops + device.half_peak_flops)
             seconds += max(flops / reached, moved / bandwidth)

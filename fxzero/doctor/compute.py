@@ -16,9 +16,11 @@ training.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fxzero.cost.analytic import DTYPE_NAMES, attention_flops
+from fxzero.cost.analytic import DTYPE_NAMES
+from fxzero.cost.attention import attention_flops, computed_share
 from fxzero.cost.cluster import DeviceSpec
 from fxzero.cost.resources import device_bytes
 from fxzero.cost.timing import median_us, synchronize
@@ -39,8 +42,10 @@ FIRST_WIDTH, LAST_WIDTH = 128, 1 << 14
 LIMIT_S = {"cpu": 0.05, "cuda": 0.02}
 """No product is timed that would take longer."""
 ROUNDS = 5
-"""How often a product's turn comes; the one in the middle counts: a machine that computes faster
-for a moment does not keep that up for a step."""
+"""How often the turn of a product, or of a stream, comes; the one in the middle counts: a machine
+that is faster for a moment does not keep that up for a step."""
+FACTORS_BYTES = {"cpu": 64 << 20, "cuda": 0}
+"""Of the second factors, which take turns: a layer's parameters are in no cache when it runs."""
 COPIED_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 CHAIN_SHAPES = {"cpu": (512, 1024), "cuda": (8192, 4096)}
 """Rows and columns of what the compiled chain works on: some layer's activations."""
@@ -105,12 +110,11 @@ def measure_device(device: torch.device, run: Chain | None, meet: Meet) -> Devic
     with torch.no_grad():
         meet()
         launch_us = _launch_us(device)
-        meet()
-        copied = _copied_bytes_per_s(device)
-        meet()
-        updated = update_bytes_per_s(device)
-        meet()
-        chained = updated if run is None else _chained_bytes_per_s(run, device)
+        copied = _middle(lambda: _copied_bytes_per_s(device), meet)
+        updated = _middle(lambda: update_bytes_per_s(device), meet)
+        chained = updated
+        if run is not None:
+            chained = _middle(partial(_chained_bytes_per_s, run, device), meet)
         # A step's updates have a rate of their own on CPUs, the host's; and what it streams, the
         # caches that all cores share do not hold between forward and backward, as they may hold a
         # chain's.
@@ -151,6 +155,16 @@ def measure_device(device: torch.device, run: Chain | None, meet: Meet) -> Devic
     )
 
 
+def _middle(measure: Callable[[], float], meet: Meet) -> float:
+    """The middle one of a few figures, between which others have their turn: what else the machine
+    does lasts for longer than one of them takes."""
+    found = []
+    for _ in range(ROUNDS):
+        meet()
+        found.append(measure())
+    return median(found)
+
+
 def measure_products(
     device: torch.device, dtype: torch.dtype, meet: Meet, rounds: int
 ) -> list[Product]:
@@ -174,8 +188,14 @@ def measure_products(
 
 
 def _product_us(device: torch.device, dtype: torch.dtype, width: int) -> float:
-    a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
-    layouts = (lambda: a @ b, lambda: a @ b.t(), lambda: a.t() @ b)
+    a = torch.randn(width, width, device=device).to(dtype)
+    count = max(FACTORS_BYTES[device.type] // a.nbytes, 1)
+    factors = itertools.cycle(torch.ones(count, width, width, dtype=dtype, device=device))
+    layouts = (
+        lambda: a @ next(factors),
+        lambda: a @ next(factors).t(),
+        lambda: a.t() @ next(factors),
+    )
     times = [median_us(call, device.type, runs=3, limit_s=0.1) for call in layouts]
     return sum(times) / len(times)
 
@@ -268,7 +288,8 @@ def _attention() -> list[Timed]:
             backward(output, q, q, q, output, log_sums, 0.0, True)
 
         sizes = [q.shape] * 3
-        found.append(Timed(attention_flops(*sizes) + attention_flops(q.shape, *sizes), run))
+        flops = attention_flops(*sizes) + attention_flops(q.shape, *sizes)
+        found.append(Timed(computed_share(shape[2], is_causal=True) * flops, run))
     return found
 
 

@@ -6,8 +6,6 @@ PyTorch's kernels refuse them when the step runs, and a step that is only looked
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, fx
 
@@ -15,18 +13,8 @@ from fxzero.errors import CaptureError
 from fxzero.graph.node_text import describe_value, source_line
 
 _aten = torch.ops.aten
-_PRODUCTS = {
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.mv.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-}
+_PRODUCTS = (_aten.mm.default, _aten.addmm.default)
 """Those that fake tensors do not refuse themselves (torch 2.11 to 2.13)."""
-_NUM_FACTORS = 3
-"""The first arguments: two factors and what is added, or queries, keys and values."""
 
 
 def refuse_mixed_products(graph: fx.Graph) -> None:
@@ -37,8 +25,8 @@ def refuse_mixed_products(graph: fx.Graph) -> None:
     """
     for target in _PRODUCTS:
         for node in graph.find_nodes(op="call_function", target=target):
-            factors = [_value_of(argument) for argument in node.args[:_NUM_FACTORS]]
-            factors = [value for value in factors if isinstance(value, Tensor)]
+            values = [argument.meta.get("val") for argument in node.all_input_nodes]
+            factors = [value for value in values if isinstance(value, Tensor)]
             if len({value.dtype for value in factors}) > 1:
                 line = source_line(node)
                 raise CaptureError(
@@ -46,7 +34,3 @@ def refuse_mixed_products(graph: fx.Graph) -> None:
                     f"{', '.join(map(describe_value, factors))}: PyTorch takes one dtype. Give the "
                     "model inputs of its parameters' dtype, or cast one of them in its forward."
                 )
-
-
-def _value_of(argument: Any) -> Any:
-    return argument.meta.get("val") if isinstance(argument, fx.Node) else None

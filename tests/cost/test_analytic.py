@@ -83,7 +83,7 @@ def test_a_matrix_product_is_bound_by_flops_or_by_bytes() -> None:
     )
     assert flops_of(product) == 2 * 16 * 64 * 32
     work = work_of([product])
-    ((flops, moved, dtype, _),) = work.products
+    ((flops, moved, dtype, *_),) = work.products
     assert (flops, moved, dtype) == (2 * 16 * 64 * 32, 4 * (16 * 64 + 64 * 32 + 16 * 32), "fp32")
     assert costs().compute_us([product]) == pytest.approx(flops / 1e9 * 1e6)
 
@@ -188,6 +188,37 @@ def test_which_operators_are_convolutions_and_attention() -> None:
     assert kinds.count(ProductKind.CONVOLUTION) == 2
     assert kinds.count(ProductKind.ATTENTION) == 2
     assert ProductKind.MATRIX in kinds
+
+
+@pytest.mark.parametrize(("length", "share"), [(64, 1.0), (512, 1.0), (1024, 0.75), (2048, 0.625)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_cpu_leaves_out_blocks_of_keys_that_a_causal_mask_hides(
+    length: int, share: float, is_causal: bool
+) -> None:
+    """Of 512 keys each, forward and backward; FLOPs are counted whole, as others count them."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(x).split(8, dim=-1)
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    graph = scheduled(of(Net, 2, 1, length, 8), "stamp", zero=0, world_size=1)
+    work = work_of([n for n in graph.graph.nodes if n.op == "call_function"])
+    found = [one for one in work.products if one.kind is ProductKind.ATTENTION]
+    assert [one.share_on_cpu for one in found] == [share if is_causal else 1.0] * 2
+    assert [one.flops for one in found] == [n * 2 * 2.0 * length * length * 8 for n in (2, 5)]
+    of_attention = Work(tuple(found), 0.0, 0)
+    us = {
+        kind: AnalyticCosts(
+            ClusterSpec("c", replace(DEVICE, type=kind, memory_bytes_per_s=1e18), INTRA, INTER)
+        ).work_us(of_attention)
+        for kind in ("cpu", "cuda")
+    }
+    assert us["cpu"] / us["cuda"] == pytest.approx(found[0].share_on_cpu)
 
 
 def test_a_cpu_updates_as_its_host_does() -> None:
