@@ -44,6 +44,7 @@ from fxzero.passes.repeat_values import (
     cut_parts,
     keep_states,
     release_unread,
+    repeat_before_put_off,
     repeat_in_backward,
     repeat_where_read,
 )
@@ -285,6 +286,7 @@ class Recompute(DecidingPass[Repetitions]):
             sink_backward(graph)
             if graph.pipeline is not None:
                 repeat_where_read(made.values())
+                repeat_before_put_off(graph, set(made.values()))
         parts = {"in_parts": len(decision.parts)} if decision.parts else {}
         drawn = {"drawn_again": len(states)} if states else {}
         return Notes(

@@ -9,7 +9,7 @@ What shall be repeated is decided in `fxzero.passes.recompute`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -19,7 +19,8 @@ from torch import Tensor, fx
 from fxzero._compat import copy_node
 from fxzero.errors import ConfigError
 from fxzero.graph import Lane, Phase, Role, StepGraph
-from fxzero.graph.operators import can_draw_again
+from fxzero.graph.aliases import is_view, readers, root
+from fxzero.graph.operators import can_draw_again, num_bytes
 from fxzero.graph.same_on_ranks import can_be_cut, same_on_ranks
 from fxzero.graph.stamps import set_stamp, stamp_of
 from fxzero.passes.decision import Decision
@@ -193,3 +194,78 @@ def repeat_where_read(nodes: Iterable[fx.Node]) -> None:
         if readers:
             first = min(readers, key=lambda stamp: (-stamp.stage, stamp.half))
             set_stamp(node, stamp_of(node).but(stage=first.stage, half=first.half))
+
+
+def repeat_before_put_off(graph: StepGraph, nodes: Collection[fx.Node]) -> int:
+    """Repeat for products that are put off when backward reads the same values for the last time.
+
+        gx = gelu_backward(g, x)              y' = gelu(x); gx = gelu_backward(g, x)
+        …                                     …
+        y' = gelu(x); dw = mm(t(g), y')   →   dw = mm(t(g), y')
+
+    Both are then one kernel, which computes what they share once, and until the product y' is held
+    in place of x: a value is moved where it is not larger than what ends for it.
+
+    Args:
+        nodes: what is repeated.
+
+    Returns:
+        How many values were moved.
+    """
+    place = {node: i for i, node in enumerate(graph.nodes(phase=Phase.BACKWARD))}
+    moved = 0
+    for value in sorted(nodes):
+        if value not in place or is_view(value):
+            continue
+        read = [place[user] for user in readers(value) if user in place and user not in nodes]
+        made = _repeated_for(value, nodes)
+        if not read or made is None:
+            continue
+        anchor = _last_reader_of_what_ends(value, made, place, min(read))
+        if anchor is None:
+            continue
+        segment = stamp_of(anchor)
+        for node in sorted(made):
+            if anchor < node:  # a view may have gone further up, with another value
+                anchor.prepend(node)
+                set_stamp(node, stamp_of(node).but(stage=segment.stage, half=segment.half))
+        moved += 1
+    return moved
+
+
+def _repeated_for(value: fx.Node, nodes: Collection[fx.Node]) -> set[fx.Node] | None:
+    """What is repeated for a value, itself and views of it included; None if another one needs it
+    too."""
+    made = {value, *(user for user in readers(value) if user in nodes and is_view(user))}
+    queue = [value]
+    while queue:
+        for source in queue.pop().all_input_nodes:
+            if source in nodes and source not in made:
+                made.add(source)
+                queue.append(source)
+    shared = any(
+        user not in made
+        for node in made
+        if not is_view(node) and node is not value
+        for user in readers(node)
+    )
+    return None if shared else made
+
+
+def _last_reader_of_what_ends(
+    value: fx.Node, made: Collection[fx.Node], place: Mapping[fx.Node, int], first_read: int
+) -> fx.Node | None:
+    """Where backward has read for the last time what is then only kept for a value; None if that is
+    less than the value, or is read behind it."""
+    ends, ended_bytes = -1, 0
+    for source in {root(s) for node in made for s in node.all_input_nodes if s not in made}:
+        if source.op != "call_function" or stamp_of(source).role is Role.UNSHARD:
+            continue  # inputs and parameters are there anyway
+        if stamp_of(source).phase is not Phase.FORWARD:
+            return None
+        others = [place[user] for user in readers(source) if user in place and user not in made]
+        if others and max(others) < first_read:
+            ends, ended_bytes = max(ends, *others), ended_bytes + num_bytes(source)
+    if ended_bytes < num_bytes(value):
+        return None
+    return next(node for node, i in place.items() if i == ends)

@@ -20,8 +20,8 @@ _NUM_TENSORS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: 3,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: 4,
 }
-"""Attention that torch counts no FLOPs of, and with how many tensors its arguments begin: (gradient,)
-query, key and value."""
+"""Attention that torch counts no FLOPs of, and with how many tensors its arguments begin:
+(gradient,) query, key and value."""
 _BLOCK = 512
 """Keys that the kernel takes at a time (torch 2.11 to 2.13)."""
 

@@ -22,6 +22,20 @@ FAULTS = (
         f"{_ANALYTIC}test_operators_reach_their_own_shares_of_the_peak",
     ),
     Fault(
+        "a CPU computes what a causal mask hides",
+        "fxzero/cost/attention.py",
+        "return (1.0 + min(_BLOCK / num_keys, 1.0)) / 2 if is_causal and num_keys else 1.0",
+        "return 1.0",
+        f"{_ANALYTIC}test_a_cpu_leaves_out_blocks_of_keys_that_a_causal_mask_hides",
+    ),
+    Fault(
+        "products of two dtypes are taken as fake tensors take them",
+        "fxzero/compiler/compilation.py",
+        "refuse_mixed_products(module.graph)",
+        "pass",
+        "tests/graph/test_products.py::test_a_product_of_two_dtypes_is_refused_where_it_is_made",
+    ),
+    Fault(
         "a CPU's updates go by what its layers stream",
         "fxzero/cost/analytic.py",
         'if device.type == "cpu" and has_host:',
