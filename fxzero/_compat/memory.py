@@ -123,6 +123,22 @@ def return_free_memory() -> None:
     """
     gc.collect()
     trim_heap()
+    keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what a step frees for what it allocates next.
+
+    Its heap gives back what is free at its end beyond twice the largest block that was ever freed
+    and had been mapped by itself, up to 32 MiB: a step of small tensors gives memory back and has
+    it again, page by page, many times over. To free one large block is what raises that. Who has
+    set MALLOC_TRIM_THRESHOLD_ or another of its variables has what they say.
+    """
+    torch.empty(_LARGEST_MAPPED_BYTES, dtype=torch.uint8)
+
+
+_LARGEST_MAPPED_BYTES = 31 << 20
+"""Less than glibc's 32 MiB, a header and a page included; nothing of it is touched."""
 
 
 def return_pinned_memory() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxzero.graph import Role
-from fxzero.graph.aliases import root
+from fxzero.graph.aliases import is_view, readers, root
 from fxzero.graph.stamps import Phase, stamp_of
 from fxzero.graph.step_graph import StepGraph, TransferNodes
 from fxzero.pipeline.schedules import table_of
@@ -117,6 +117,84 @@ def test_only_products_and_what_follows_are_put_off(place: int) -> None:
         (f"h.{place}.1.bias", 0),
         (f"h.{place}.1.weight", 1),
     }
+
+
+class Wide(nn.Module):
+    """Backward's product for the last weight reads what is cheap to repeat from a saved value."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.down = nn.Linear(8, 8, dtype=dtype)
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.nn.functional.gelu(self.up(x)).to(self.dtype)).float()
+
+
+class Wides(nn.Module):
+    """Four of them."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Wide(dtype) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.h:
+            x = layer(x)
+        return x.pow(2).mean()
+
+
+def repeated_for_products(graph: StepGraph) -> list[fx.Node]:
+    """What is repeated and read by products, through views."""
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return [
+        node
+        for node in graph.nodes(phase=Phase.BACKWARD)
+        if stamp_of(node).again
+        and not is_view(node)
+        and any(user.target in products for user in readers(node))
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("place", range(4))
+def test_what_is_repeated_for_a_product_that_is_put_off_is_not_put_off(
+    place: int, schedule: str
+) -> None:
+    """gelu is one kernel with its gradient, which computes the same tanh or erf, and is then held
+    in place of what it is made of."""
+    stages = {f"h.{i}": i for i in range(4)}
+    batch = torch.ones(12, 8)
+    graph = scheduled(place, schedule=schedule, build=Wides, stages=stages, batch=batch)
+    order = {node: i for i, node in enumerate(graph.nodes())}
+    gelus = repeated_for_products(graph)
+    assert len(gelus) == 6
+    for gelu in gelus:
+        (saved,) = gelu.all_input_nodes
+        (gradient,) = (
+            n for n in readers(saved) if n.target is torch.ops.aten.gelu_backward.default
+        )
+        assert stamp_of(gelu).segment == stamp_of(gradient).segment
+        if place:  # the first stage puts nothing off
+            assert order[gelu] < order[gradient] < min(order[n] for n in gelu.users)
+
+
+@pytest.mark.parametrize("place", range(1, 4))
+def test_what_is_larger_than_what_it_is_made_of_is_put_off(place: int) -> None:
+    """In place of a float it would be a double that is held until the product."""
+    stages = {f"h.{i}": i for i in range(4)}
+    graph = scheduled(
+        place,
+        schedule="zb_h1",
+        build=lambda: Wides(torch.float64),
+        stages=stages,
+        batch=torch.ones(12, 8),
+    )
+    repeated = repeated_for_products(graph)
+    assert len(repeated) == 6
+    assert {node.meta["val"].dtype for node in repeated} == {torch.float64}
+    assert {stamp_of(node).half for node in repeated} == {1}
 
 
 class Scale(nn.Module):

@@ -45,6 +45,14 @@ FAULTS = (
         "test_values_of_micro_steps_in_flight_have_places_of_their_own",
     ),
     Fault(
+        "what is repeated for a product that is put off is put off with it",
+        "passes/recompute.py",
+        "repeat_before_put_off(graph, set(made.values()))",
+        "pass",
+        "tests/passes/test_split_stages.py::"
+        "test_what_is_repeated_for_a_product_that_is_put_off_is_not_put_off",
+    ),
+    Fault(
         "what the stage before waits for is sent behind gradients of weights",
         "passes/split_stages.py",
         "            self.graph.output.prepend(node)\n",
