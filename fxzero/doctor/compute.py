@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fxzero._compat import keep_freed_memory
 from fxzero.cost.analytic import DTYPE_NAMES
 from fxzero.cost.attention import attention_flops, computed_share
 from fxzero.cost.cluster import DeviceSpec
@@ -49,9 +50,6 @@ FACTORS_BYTES = {"cpu": 64 << 20, "cuda": 0}
 COPIED_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 CHAIN_SHAPES = {"cpu": (512, 1024), "cuda": (8192, 4096)}
 """Rows and columns of what the compiled chain works on: some layer's activations."""
-KEPT_BYTES = 24 << 20
-"""Of glibc's heap: more than a chain's results, and less than the 32 MiB that it always gives
-back."""
 NUM_LAUNCHES = 1000
 NUM_DRAWN = 4 << 20
 NUM_TRANSCENDENTAL = 1 << 18
@@ -214,7 +212,7 @@ def _chained_bytes_per_s(run: Chain, device: torch.device) -> float:
     # Whose like was freed before, as a step's were, the C library keeps: else its results would
     # be memory that nobody has touched, in each run, and it six times as slow.
     if device.type == "cpu":
-        torch.empty(KEPT_BYTES, dtype=torch.uint8)
+        keep_freed_memory()
     sets = [[torch.randn(shape, device=device) for _ in range(3)] for _ in range(4)]
     turns = iter(range(1 << 30))
     us = median_us(lambda: run(*sets[next(turns) % 4]), device.type, runs=40, limit_s=0.5)
