@@ -203,8 +203,9 @@ def repeat_before_put_off(graph: StepGraph, nodes: Collection[fx.Node]) -> int:
         …                                     …
         y' = gelu(x); dw = mm(t(g), y')   →   dw = mm(t(g), y')
 
-    Both are then one kernel, which computes what they share once, and until the product y' is held
-    in place of x: a value is moved where it is not larger than what ends for it.
+    Both are then one kernel, which computes what they share once, and from there to the product y'
+    is held in place of x: a value is moved where it is not larger than what ends for it. While that
+    kernel runs there is one value more than without.
 
     Args:
         nodes: what is repeated.

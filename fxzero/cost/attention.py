@@ -1,8 +1,8 @@
 """FLOPs of fused attention: by torch's formulas, and what of them a CPU computes.
 
 Torch's kernel for CPUs goes through the keys in blocks of 512. Where attention is causal it leaves
-out the blocks that a query must not see, and masks what is left: of T keys it computes
-(1 + 512 / T) / 2, and all of 512 and fewer.
+out the blocks that a query must not see, and masks what is left: of T queries and T keys it
+computes (1 + 512 / T) / 2, and all of 512 and fewer.
 """
 
 from __future__ import annotations
@@ -33,9 +33,13 @@ def attention_flops(*shapes: torch.Size) -> float:
     return float(sdpa_flop_count(*shapes))
 
 
-def computed_share(num_keys: int, *, is_causal: bool) -> float:
-    """Which share of its FLOPs a CPU computes."""
-    return (1.0 + min(_BLOCK / num_keys, 1.0)) / 2 if is_causal and num_keys else 1.0
+def computed_share(num_queries: int, num_keys: int, *, is_causal: bool) -> float:
+    """Which share of its FLOPs a CPU computes. Query i sees keys to i, or all that there are."""
+    if not (is_causal and num_queries and num_keys):
+        return 1.0
+    within = min(num_queries, num_keys)
+    seen = min(max(_BLOCK, (within + _BLOCK) / 2), num_keys)
+    return (within * seen / num_keys + num_queries - within) / num_queries
 
 
 def is_cpu_attention(node: fx.Node) -> bool:
@@ -53,7 +57,8 @@ def share_on_cpu(node: fx.Node) -> float:
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
     position = next(i for i, argument in enumerate(arguments) if argument.name == "is_causal")
     given = node.args[position] if position < len(node.args) else node.kwargs.get("is_causal")
-    return computed_share(_shapes(node)[-1][-2], is_causal=bool(given))
+    *_, query, key, _ = _shapes(node)
+    return computed_share(query[-2], key[-2], is_causal=bool(given))
 
 
 def _shapes(node: fx.Node) -> list[torch.Size]:

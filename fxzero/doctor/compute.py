@@ -287,7 +287,7 @@ def _attention() -> list[Timed]:
 
         sizes = [q.shape] * 3
         flops = attention_flops(*sizes) + attention_flops(q.shape, *sizes)
-        found.append(Timed(computed_share(shape[2], is_causal=True) * flops, run))
+        found.append(Timed(computed_share(shape[2], shape[2], is_causal=True) * flops, run))
     return found
 
 

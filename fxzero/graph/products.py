@@ -13,7 +13,7 @@ from fxzero.errors import CaptureError
 from fxzero.graph.node_text import describe_value, source_line
 
 _aten = torch.ops.aten
-_PRODUCTS = (_aten.mm.default, _aten.addmm.default)
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
 """Those that fake tensors do not refuse themselves (torch 2.11 to 2.13)."""
 
 
@@ -23,14 +23,15 @@ def refuse_mixed_products(graph: fx.Graph) -> None:
     Raises:
         CaptureError: they have several; the message has the line.
     """
-    for target in _PRODUCTS:
-        for node in graph.find_nodes(op="call_function", target=target):
-            values = [argument.meta.get("val") for argument in node.all_input_nodes]
-            factors = [value for value in values if isinstance(value, Tensor)]
-            if len({value.dtype for value in factors}) > 1:
-                line = source_line(node)
-                raise CaptureError(
-                    f"{node.name} ({target}){f' at {line}' if line else ''} multiplies "
-                    f"{', '.join(map(describe_value, factors))}: PyTorch takes one dtype. Give the "
-                    "model inputs of its parameters' dtype, or cast one of them in its forward."
-                )
+    for node in graph.nodes:  # in order: the first one is where the dtypes meet, and no gradient
+        if node.target not in _PRODUCTS:
+            continue
+        values = [argument.meta.get("val") for argument in node.all_input_nodes]
+        terms = [value for value in values if isinstance(value, Tensor)]
+        if len({value.dtype for value in terms}) > 1:
+            line = source_line(node)
+            raise CaptureError(
+                f"{node.name} ({node.target}){f' at {line}' if line else ''} is of "
+                f"{', '.join(map(describe_value, terms))}: PyTorch multiplies, and adds a bias, in "
+                "one dtype. Give the model inputs and parameters of one, or cast in its forward."
+            )

@@ -11,6 +11,7 @@ from torch import nn
 
 from fxzero.cost import AnalyticCosts, ClusterSpec, DeviceSpec, LinkSpec, load_cluster
 from fxzero.cost.analytic import Product, ProductKind, Work, flops_of, work_of
+from fxzero.cost.attention import computed_share
 from fxzero.cost.cluster import HostSpec, guess_cluster, known_clusters
 from fxzero.errors import ConfigError
 from fxzero.inspect.pipeline import micro_step_of
@@ -219,6 +220,16 @@ def test_a_cpu_leaves_out_blocks_of_keys_that_a_causal_mask_hides(
         for kind in ("cpu", "cuda")
     }
     assert us["cpu"] / us["cuda"] == pytest.approx(found[0].share_on_cpu)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "share"),
+    [(512, 2048, 0.25), (64, 2048, 0.25), (2048, 512, 1.0), (2048, 1024, 0.875)],
+)
+def test_keys_behind_the_last_query_are_not_computed(queries: int, keys: int, share: float) -> None:
+    """And queries behind the last key see all of them. The first and the third were timed, too."""
+    assert computed_share(queries, keys, is_causal=True) == share
+    assert computed_share(queries, keys, is_causal=False) == 1.0
 
 
 def test_a_cpu_updates_as_its_host_does() -> None:

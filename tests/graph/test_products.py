@@ -35,6 +35,30 @@ def test_a_product_of_two_dtypes_is_refused_where_it_is_made(what: str, step: bo
         capture(lambda: Mixed(what), zero=3, world_size=2, step=step)
 
 
+class Three(nn.Module):
+    """Layers on lines of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8).bfloat16() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows (batch, 8)."""
+        x = self.a(x)  # first
+        x = self.b(x)
+        return self.c(x).float().mean()
+
+    def example_inputs(self, batch_size: int) -> tuple[Tensor]:
+        """A batch in float32."""
+        return (torch.randn(batch_size, 8),)
+
+
+def test_the_first_of_them_is_named() -> None:
+    """Where the dtypes meet, and not in a gradient of what came out of it."""
+    with pytest.raises(CaptureError, match=r"self\.a\(x\)"):
+        capture(Three, zero=0, world_size=2, step=True)
+
+
 @pytest.mark.parametrize("what", ["plain", "linear"])
 def test_products_of_one_dtype_are_not(what: str) -> None:
     """The same model, all in one dtype."""
@@ -45,5 +69,5 @@ def test_a_step_that_trains_says_it_too() -> None:
     """In words of the model, and not of a kernel's in the middle of a compiled step."""
     model = fxzero.shard(Mixed("plain"), zero=0)
     step = fxzero.compile_step(model, torch.optim.AdamW(model.parameters(), fused=True))
-    with pytest.raises(CaptureError, match="PyTorch takes one dtype"):
+    with pytest.raises(CaptureError, match="PyTorch multiplies, and adds a bias, in one dtype"):
         step(torch.randn(2, 4, 8))

@@ -24,7 +24,7 @@ FAULTS = (
     Fault(
         "a CPU computes what a causal mask hides",
         "fxzero/cost/attention.py",
-        "return (1.0 + min(_BLOCK / num_keys, 1.0)) / 2 if is_causal and num_keys else 1.0",
+        "return (within * seen / num_keys + num_queries - within) / num_queries",
         "return 1.0",
         f"{_ANALYTIC}test_a_cpu_leaves_out_blocks_of_keys_that_a_causal_mask_hides",
     ),
