@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from enum import Enum
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             return found
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's metadata")
 
     def undo_changes(self) -> bool:
@@ -65,6 +68,17 @@ class _MetadataUnpickler(pickle.Unpickler):
                     setattr(found, name, value)
                     changed = True
         return changed
+
+
+def _member(owner: Any, name: str) -> Enum:
+    """A member of an enumeration, which Python 3.11.0 to 3.11.3 pickle as an attribute of it.
+
+    Raises:
+        pickle.UnpicklingError: anything else's attribute.
+    """
+    if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
+        return owner.__members__[name]
+    raise pickle.UnpicklingError(f"{name} of {owner!r} is no part of a checkpoint's metadata")
 
 
 def read_metadata(data: bytes) -> Any:

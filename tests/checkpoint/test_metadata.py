@@ -49,6 +49,8 @@ def hostile(marker: Path) -> dict[str, bytes]:
         "eval": pickle.dumps(Calls(eval, code)),
         "exec": pickle.dumps(Calls(exec, code)),
         "getattr": pickle.dumps(Calls(getattr, "text", "upper")),
+        "getattr of a class": pickle.dumps(Calls(getattr, of_torch.Metadata, "__init__")),
+        "no member": pickle.dumps(Calls(getattr, of_torch._MEM_FORMAT_ENCODING, "__subclasses__")),
         "torch.load": pickle.dumps(Calls(torch.load, str(marker))),
         "torch.hub.load": pickle.dumps(Calls(torch.hub.load, "x", "y")),
         "protocol 0": f"cos\nsystem\n(S'touch {marker}'\ntR.".encode(),
@@ -154,3 +156,13 @@ def test_what_torch_writes_is_read(tmp_path: Path) -> None:
     dcp.save({"model": state, "epoch": 3, "names": ["a"]}, checkpoint_id=tmp_path / "it")
     data = (tmp_path / "it" / ".metadata").read_bytes()
     assert read_metadata(data) == pickle.loads(data)
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_members_of_enumerations_as_any_python_pickles_them(protocol: int) -> None:
+    """As a call of their class, and by Python 3.11.0 to 3.11.3 as an attribute of it."""
+    encoding = of_torch._MEM_FORMAT_ENCODING
+    for member in encoding:
+        for call in (Calls(encoding, member.value), Calls(getattr, encoding, member.name)):
+            data = pickle.dumps(of_torch.Metadata({}, planner_data=call), protocol)
+            assert read_metadata(data).planner_data is member
