@@ -158,7 +158,7 @@ def test_what_torch_writes_is_read(tmp_path: Path) -> None:
     assert read_metadata(data) == pickle.loads(data)
 
 
-@pytest.mark.parametrize("protocol", [2, 4, 5])
+@pytest.mark.parametrize("protocol", [4, 5])
 def test_members_of_enumerations_as_any_python_pickles_them(protocol: int) -> None:
     """As a call of their class, and by Python 3.11.0 to 3.11.3 as an attribute of it."""
     encoding = of_torch._MEM_FORMAT_ENCODING
