@@ -196,7 +196,7 @@ def repeat_where_read(nodes: Iterable[fx.Node]) -> None:
             set_stamp(node, stamp_of(node).but(stage=first.stage, half=first.half))
 
 
-def repeat_before_put_off(graph: StepGraph, nodes: Collection[fx.Node]) -> int:
+def repeat_before_put_off(graph: StepGraph, nodes: Collection[fx.Node]) -> None:
     """Repeat for products that are put off when backward reads the same values for the last time.
 
         gx = gelu_backward(g, x)              y' = gelu(x); gx = gelu_backward(g, x)
@@ -209,12 +209,8 @@ def repeat_before_put_off(graph: StepGraph, nodes: Collection[fx.Node]) -> int:
 
     Args:
         nodes: what is repeated.
-
-    Returns:
-        How many values were moved.
     """
     place = {node: i for i, node in enumerate(graph.nodes(phase=Phase.BACKWARD))}
-    moved = 0
     for value in sorted(nodes):
         if value not in place or is_view(value):
             continue
@@ -230,8 +226,6 @@ def repeat_before_put_off(graph: StepGraph, nodes: Collection[fx.Node]) -> int:
             if anchor < node:  # a view may have gone further up, with another value
                 anchor.prepend(node)
                 set_stamp(node, stamp_of(node).but(stage=segment.stage, half=segment.half))
-        moved += 1
-    return moved
 
 
 def _repeated_for(value: fx.Node, nodes: Collection[fx.Node]) -> set[fx.Node] | None:

@@ -131,8 +131,9 @@ def keep_freed_memory() -> None:
 
     Its heap gives back what is free at its end beyond twice the largest block that was ever freed
     and had been mapped by itself, up to 32 MiB: a step of small tensors gives memory back and has
-    it again, page by page, many times over. To free one large block is what raises that. Who has
-    set MALLOC_TRIM_THRESHOLD_ or another of its variables has what they say.
+    it again, page by page, many times over. To free one large block is what raises that, and has
+    blocks up to its size come from the heap, in the whole process. Who has set
+    MALLOC_TRIM_THRESHOLD_ or another of its variables has what they say.
     """
     torch.empty(_LARGEST_MAPPED_BYTES, dtype=torch.uint8)
 
