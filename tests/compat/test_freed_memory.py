@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import ctypes
@@ -34,7 +38,7 @@ def is_mapped(*, before: bool, **environment: str) -> bool:
     """Whether a block of 30 MiB is given back when it is freed, before a compilation or behind."""
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(before=before)],
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path), **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
         check=True,
