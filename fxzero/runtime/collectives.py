@@ -12,6 +12,7 @@ that runs; that the other ranks run the same graph is compared before the first 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from fxzero._compat import free_storage, launch_all_reduce, resolve_process_group
 from fxzero.ranks.agree import now, settle
+from fxzero.runtime.point_to_point import Packed, swap
 from fxzero.runtime.slab import Places
 
 _joined: deque[Any] = deque(maxlen=16)
@@ -33,7 +35,7 @@ the gradients of sixteen buckets would lie about from step to step: see `_taken_
 class InFlight:
     """A bucket that was started: what it fills, and the handles to wait for."""
 
-    __slots__ = ("handles", "received", "sources", "tensors")
+    __slots__ = ("handles", "packed", "received", "sources", "tensors")
 
     def __init__(
         self,
@@ -41,6 +43,7 @@ class InFlight:
         handles: list[Any],
         received: list[list[Tensor]] | None = None,
         sources: list[Tensor | None] | None = None,
+        packed: Sequence[Packed] = (),
     ) -> None:
         self.tensors = tensors
         """The results; in an exchange, this rank's own parts of what it sends."""
@@ -49,6 +52,8 @@ class InFlight:
         """Every rank's part, by rank, of each tensor of an exchange."""
         self.sources = sources
         """Sent memory that nobody else reads: freed when the collective is joined."""
+        self.packed = packed
+        """What arrives together, and is put into its places when the collective is joined."""
 
 
 def gather(
@@ -61,19 +66,15 @@ def gather(
         offset: where these begin, in bytes.
     """
     process_group = resolve_process_group(group)
-    rank, tag = process_group.rank(), now.tag
+    rank = process_group.rank()
     places = Places(memory, offset)
-    fulls, handles = [], []
-    for part in parts:
-        full = places.take(part, (part.shape[0] * size, *part.shape[1:]))
-        rows = full.chunk(size)
-        handles += [
-            process_group.recv([rows[other]], other, tag) for other in _others_before(rank, size)
-        ]
-        handles += [process_group.send([part], other, tag) for other in _others_after(rank, size)]
-        rows[rank].copy_(part)
-        fulls.append(full)
-    return InFlight(fulls, handles)
+    fulls = [places.take(part, (part.shape[0] * size, *part.shape[1:])) for part in parts]
+    rows = [full.chunk(size) for full in fulls]
+    by_rank = [list(of_rank) for of_rank in zip(*rows, strict=True)]
+    handles, packed = swap(process_group, now.tag, [parts] * size, by_rank)
+    for mine, part in zip(by_rank[rank], parts, strict=True):
+        mine.copy_(part)
+    return InFlight(fulls, handles, packed=packed)
 
 
 def exchange(
@@ -91,11 +92,10 @@ def exchange(
         offsets: where the rows begin in which the means will be, and all others, in bytes.
     """
     process_group = resolve_process_group(group)
-    rank, tag = process_group.rank(), now.tag
+    rank = process_group.rank()
     for_means, for_others = (Places(memory, offset) for offset in offsets)
     kept = 1 if rank == 0 else 0  # see `join_exchange`
-    mine: list[Tensor] = []
-    handles: list[Any] = []
+    sent: list[Sequence[Tensor]] = []
     received: list[list[Tensor]] = []
     sources: list[Tensor | None] = []
     for full, is_own in zip(fulls, own, strict=True):
@@ -108,27 +108,13 @@ def exchange(
             else (for_means if other == kept else for_others).take(row, row.shape)
             for other, row in enumerate(rows)
         ]
-        handles += [
-            process_group.recv([arriving[other]], other, tag)
-            for other in _others_before(rank, size)
-        ]
-        handles += [
-            process_group.send([rows[other]], other, tag) for other in _others_after(rank, size)
-        ]
-        mine.append(rows[rank])
+        sent.append(rows)
         received.append(arriving)
         sources.append(full if is_own else None)
-    return InFlight(mine, handles, received, sources)
-
-
-def _others_after(rank: int, size: int) -> list[int]:
-    """The other ranks, next one first: no rank is everybody's first receiver."""
-    return [(rank + step) % size for step in range(1, size)]
-
-
-def _others_before(rank: int, size: int) -> list[int]:
-    """The other ranks in the order in which their messages to `rank` are sent."""
-    return [(rank - step) % size for step in range(1, size)]
+    outgoing = [list(of_rank) for of_rank in zip(*sent, strict=True)]
+    by_rank = [list(of_rank) for of_rank in zip(*received, strict=True)]
+    handles, packed = swap(process_group, now.tag, outgoing, by_rank)
+    return InFlight(outgoing[rank], handles, received, sources, packed)
 
 
 def all_reduce(tensors: list[Tensor], group: str, own: list[bool]) -> InFlight:
@@ -155,6 +141,9 @@ def join(flight: InFlight) -> list[Tensor]:
     now.num_waits += 1
     for handle in flight.handles:
         handle.wait()
+    for packed in flight.packed:
+        packed.unpack()
+    flight.packed = ()
     return flight.tensors
 
 
