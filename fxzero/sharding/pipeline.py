@@ -28,7 +28,7 @@ from fxzero._compat import mesh_without_groups
 from fxzero.errors import ConfigError, ShardingError
 from fxzero.pipeline.schedules import places_of_stages
 from fxzero.ranks.agree import channel_of
-from fxzero.ranks.groups import Group
+from fxzero.ranks.groups import Group, backend_of
 from fxzero.sharding.layout import AxisRole, Layout
 
 PIPELINE = "pipeline"
@@ -135,15 +135,32 @@ def make_pipeline(mesh: DeviceMesh, schedule: str, holders: Holders) -> Pipeline
     group = Group.of(mesh.get_group(PIPELINE))
     pairs = {(a, b) for a, b in pairwise(place_of) if a != b}
     pairs |= {(b, a) for a, b in pairs}
-    links = {pair: _group_of(mesh, pair) for pair in sorted(pairs)}
-    mine = {pair: link for pair, link in links.items() if link is not None}
-    pipeline = Pipeline(schedule, place_of, group, mine, mesh, _seeds(group))
+    links = _links(mesh, group, pairs)
+    pipeline = Pipeline(schedule, place_of, group, links, mesh, _seeds(group))
     for places in sorted({pipeline.places(stages) for stages in holders.values()}):
         if len(places) > 1:
             tied = _group_of(mesh, places)
             if tied is not None:
                 pipeline.tied[places] = tied
     return pipeline
+
+
+def _links(
+    mesh: DeviceMesh, group: Group, pairs: set[tuple[int, int]]
+) -> dict[tuple[int, int], Group]:
+    """By sender and receiver, the groups of those of which this rank is one.
+
+    One a direction, as NCCL has what goes through a group wait in line. Gloo's messages do not, and
+    each of its groups has a thread that looks about a hundred times a second, for a thousandth of a
+    core: there both directions share one, and two places speak over the pipeline's own.
+    """
+    shares = backend_of(group.name, mesh.device_type) == "gloo"
+    if shares and group.size == 2:
+        return dict.fromkeys(pairs, group)
+    links: dict[tuple[int, int], Group | None] = {}
+    for a, b in sorted(pairs):
+        links[a, b] = links[b, a] if shares and (b, a) in links else _group_of(mesh, (a, b))
+    return {pair: link for pair, link in links.items() if link is not None}
 
 
 def _seeds(group: Group) -> tuple[int, ...]:
