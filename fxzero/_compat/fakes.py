@@ -207,6 +207,21 @@ def empty_fake(like: torch.Tensor, mode: Any) -> torch.Tensor:
     return FakeTensor(mode, meta, like.device)
 
 
+def fake_beside(like: torch.Tensor, mode: Any) -> torch.Tensor:
+    """Another fake parameter that is like one of Dynamo's in all but its memory and identity."""
+    if isinstance(like, DTensor):
+        local = empty_fake(like._local_tensor, mode)
+        made: torch.Tensor = DTensor.__new__(
+            type(like), local, like._spec, requires_grad=like.requires_grad
+        )
+    else:
+        made = empty_fake(like, mode).requires_grad_(like.requires_grad)
+        for name in ("pytype", "dispatch_keys"):
+            setattr(made, name, getattr(like, name, None))
+    made._is_param = True  # type: ignore[attr-defined]  # as nn.Parameter's isinstance asks
+    return made
+
+
 def no_value_error() -> type[Exception]:
     """What asking a fake tensor for its value raises."""
     from torch._subclasses.fake_tensor import DataDependentOutputException

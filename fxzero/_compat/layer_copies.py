@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from fxzero._compat.fakes import empty_fake
+from fxzero._compat.fakes import empty_fake, fake_beside
 from fxzero._compat.layer_calls import Call, Trace
 from fxzero._compat.traced_objects import moved_to, value_at
 
@@ -75,7 +75,8 @@ def _copy_input(node: fx.Node, source: Any, tx: Any) -> fx.Node:
     if value in output.side_effects:  # tied: that it is this parameter is guarded
         return output.side_effects[value].as_proxy().node
     mark_static_address(value, guard=False)
-    example = node.meta["example_value"]
+    # Its own: sets, and `is`, know a tensor by it (`Module.parameters()` leaves out duplicates).
+    example = fake_beside(node.meta["example_value"], output.fake_mode)
     proxy = output.root_tracer.create_graph_input(
         re.sub(r"[^a-zA-Z0-9]+", "_", source.name), type(value), example, source=source
     )
@@ -88,8 +89,9 @@ def _copy_input(node: fx.Node, source: Any, tx: Any) -> fx.Node:
     proxy.node.meta["grapharg"] = GraphArg(source, value, False, example)
     if isinstance(value, DTensor):
         _take_context(contexts, like.example._local_tensor, value._local_tensor)
-        # The example is another parameter's.
-        proxy.node.meta["fxzero_local"] = empty_fake(example._local_tensor, output.fake_mode)
+        assert isinstance(example, DTensor)
+        local = empty_fake(example._local_tensor, output.fake_mode)
+        proxy.node.meta["fxzero_local"] = local  # see `nodes.own_local_fake`
     return proxy.node
 
 

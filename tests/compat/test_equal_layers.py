@@ -443,7 +443,24 @@ def not_all(_: Any, layers: Any, x: Tensor) -> Tensor:
     return x
 
 
+def penalised(model: Any, layers: Any, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x + sum(p.square().mean() for p in model.parameters())  # which leaves out duplicates
+
+
+def distinct(model: Any, layers: Any, x: Tensor) -> Tensor:
+    results: list[Tensor] = []
+    for layer in layers:
+        x = layer(x)
+        results += [x] if all(x is not other for other in results) else []
+    parameters = [p for layer in layers for p in layer.parameters()]
+    same = sum(a is b for a, b in itertools.product(parameters, parameters))
+    return x * len(results) + same + len(set(parameters))
+
+
 WAYS = [other_arguments, other_shapes, other_modes, several_results, written]
+WAYS += [penalised, distinct]
 WAYS += exhaustive(the_same_twice, views, counted, not_all)
 
 
@@ -451,8 +468,18 @@ WAYS += exhaustive(the_same_twice, views, counted, not_all)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_calls(way: Callable[..., Tensor], seen: Seen) -> None:
     """However a model calls its layers, it computes what it says."""
+    check_calls(way, 3)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_all_parameters_where_each_is_a_plain_tensor(seen: Seen) -> None:
+    check_calls(penalised, 0)
+    assert seen.copied == NUM_LAYERS - 1
+
+
+def check_calls(way: Callable[..., Tensor], zero: int) -> None:
     eager = Calls(way).double()
-    model = fxzero.shard(copy.deepcopy(eager), zero=3)
+    model = fxzero.shard(copy.deepcopy(eager), zero)
     with traced(once=True):
         compiled = compiled_by_fxzero(model)
         assert_like_eager(model, compiled, eager)
