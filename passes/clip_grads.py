@@ -140,6 +140,7 @@ class ClipGrads(Pass):
     def run(self, graph: StepGraph, ctx: Context) -> Notes:
         """See the module's docstring."""
         assert ctx.optimizer is not None
+        graph.settings["clip_grad_norm"] = str(self.max_norm)
         if not (self.max_norm or self.measure or self.unscale or self.stop_unless_finite):
             return Notes()
         chosen = ready_together(graph, ctx.optimizer)

@@ -212,11 +212,15 @@ def wrong_gradient(
                     )
                 launch = launch_of(node)
                 record = stamp_of(launch).transfer
-                if record is None or record.op != "avg":
+                tied = graph.specs[key].layout.tied
+                due, what = "avg", "mean over the ranks"  # of its stage
+                if record is not None and tied is not None and record.group == tied.name:
+                    due, what = "sum", "sum over its stages"
+                if record is None or record.op != due:
                     yield Finding(
                         launch,
-                        f"the gradient of {name} is no mean over the ranks: {launch.args[1:]}",
-                        "Gradients are averaged: reduce them with 'avg'.",
+                        f"the gradient of {name} is no {what}: {launch.args[1:]}",
+                        f"Reduce it with {due!r} over this group.",
                     )
             node = value_before(node)
         steps.append(stamp_of(term).micro_step)

@@ -150,6 +150,8 @@ class StepGraph:
         """The pipeline of whose stages it holds some."""
         self.table: Table | None = None
         """Of a pipeline, what its ranks do, once micro-steps are ordered by it."""
+        self.settings: dict[str, str] = {}
+        """What it was compiled with that shows in no collective, and must be equal on all ranks."""
         self.in_common = ""
         """Of a pipeline, a digest of what its stages must see alike: what travels between them."""
         self.blocks: dict[str, tuple[str, ...]] = {}
@@ -300,6 +302,8 @@ class StepGraph:
         """
         with self.graph.inserting_before(self._first_call()):
             node = self.graph.placeholder(name)
+        # The code of a graph has a placeholder's target as an argument, as it was given.
+        node.target = node.name
         node.meta["val"] = value
         node.meta["fxzero_source"] = source
         set_stamp(node, Stamp(Phase.OPTIMIZER, role=Role.INPUT))
@@ -363,6 +367,7 @@ class StepGraph:
         other.pieces = self.pieces
         other.steady_runs = self.steady_runs
         other.pipeline, other.table, other.in_common = self.pipeline, self.table, self.in_common
+        other.settings = dict(self.settings)
         other.blocks = dict(self.blocks)
         other.left_out = [chain.moved(copies) for chain in self.left_out]
         for name in ("scale", "norm", "skip"):

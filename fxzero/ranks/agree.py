@@ -251,13 +251,20 @@ def tell(about: dict[str, Any]) -> str:
     names = list(about.get("uses", {}))
     shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     plural = "" if about["collectives"] == 1 else "s"
-    return f"{about['phase']} graph, {about['collectives']} collective{plural}: {shown or '—'}"
+    settings = "".join(
+        f", {name}={value}" for name, value in about.get("settings", {}).items() if value != "None"
+    )
+    return (
+        f"{about['phase']} graph, {about['collectives']} collective{plural}: {shown or '—'}"
+        f"{settings}"
+    )
 
 
 def _explain(account: Account, others: dict[int, bytes]) -> str:
     """What the ranks run, and where their ways part."""
     mine = {**account.about, "at": user_line_of(sys._getframe())}
-    theirs = _exchange(account.digest, mine, set(others.values()))
+    digests = {account.digest, account.in_common} - {b""}
+    theirs = _exchange(digests, mine, set(others.values()))
     gave_up = {
         rank: theirs[digest]["why"]
         for rank, digest in others.items()
@@ -302,13 +309,14 @@ def _lines(about: dict[str, Any], others: list[dict[str, Any]]) -> str:
 
 
 def _exchange(
-    digest: bytes, about: dict[str, Any], wanted: set[bytes]
+    digests: set[bytes], about: dict[str, Any], wanted: set[bytes]
 ) -> dict[bytes, dict[str, Any]]:
     """What others say of the digests that they announced, through the store."""
     store = default_store()
     if store is None:
         return {}
-    store.set(f"fxzero/accounts/{digest.hex()}", json.dumps(about))
+    for digest in digests:  # other ranks have heard either one
+        store.set(f"fxzero/accounts/{digest.hex()}", json.dumps(about))
     found: dict[bytes, dict[str, Any]] = {}
     deadline = time.monotonic() + _ANSWER_S
     while wanted - found.keys() and time.monotonic() < deadline:

@@ -3,6 +3,7 @@
 The digest holds what makes two graphs' collectives belong together: which operators, in which
 order of launches, for which parameters, with which shapes and dtypes. What a rank computes in
 between is its own affair, so another batch size, or an evaluation that gathers alike, is equal.
+What a step was compiled with, and shows in no collective, is there too: where it clips.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import fx
 from fxzero.graph import Lane, Phase, Role, StepGraph
 from fxzero.graph.stamps import stamp_of
 from fxzero.graph.steady import runs_of
-from fxzero.ranks.agree import Account, channel_of
+from fxzero.ranks.agree import Account, channel_of, digest_of
 from fxzero.ranks.places import user_line
 from fxzero.sharding.layout import BETWEEN_STAGES
 from fxzero.transfer import Transfer, TransferKind
@@ -36,7 +37,7 @@ def collectives_digest(graph: StepGraph) -> str:
         if not stamp.params and record.kind is not TransferKind.ALL_TO_ALL:
             words.append(str(record.full_bytes))  # an all-to-all may send each rank another size
         digest.update(("|".join(words) + "\n").encode())
-    digest.update(f"steady {graph.steady_runs}\n".encode())
+    digest.update(f"steady {graph.steady_runs}\n{graph.settings}\n".encode())
     return digest.hexdigest()
 
 
@@ -62,7 +63,7 @@ def account_of(graph: StepGraph) -> Account | None:
         # All ranks of a pipeline have met at the end of the step before, so that this is soon.
         at_once=bool(stages) or any(map(_is_untagged, launches)),
         stages=stages,
-        in_common=bytes.fromhex(graph.in_common) if stages else b"",
+        in_common=digest_of(f"{graph.in_common}\n{graph.settings}") if stages else b"",
     )
 
 
@@ -125,6 +126,7 @@ def _about(graph: StepGraph) -> dict[str, Any]:
         "transfers": {t.launch.name: _told(t.launch) for t in transfers},
         "uses": uses,
         "line": line,
+        "settings": graph.settings,
     }
 
 

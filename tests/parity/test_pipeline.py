@@ -438,6 +438,13 @@ def test_zero_inside_of_stages(world: int, zero: int, ranks: Pools) -> None:
     ranks(world).run(in_stages, Case(zero=zero, schedule=schedule, clip=0.1))
 
 
+@pytest.mark.parametrize("zero", [3, *exhaustive(0)])
+@pytest.mark.parametrize("world", [4])
+def test_one_micro_batch(world: int, zero: int, ranks: Pools) -> None:
+    """Nothing is accumulated, and what stages share is a sum over them all the same."""
+    ranks(world).run(in_stages, Case(zero=zero, micro_batches=1, clip=0.1))
+
+
 @pytest.mark.parametrize("world", [4])
 def test_replicas(world: int, ranks: Pools) -> None:
     ranks(world).run(in_stages, Case(inner="replicate", clip=0.1))

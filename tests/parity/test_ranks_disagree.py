@@ -141,6 +141,45 @@ def test_the_same_path_on_all_ranks(ranks: Pools, world: int, zero: int, kind: s
     assert ranks(world).run(run_model, kind, zero, True, False) == ["", ""]
 
 
+def clip_differently(axis: str, of_rank_0: float | None) -> str:
+    """Job: a whole step whose ranks clip at other norms, or one of them not at all."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))).double()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    stages = {"stages": {"0": 0, "1": 1}} if axis == "pipeline" else {"zero": 2}
+    fxzero.shard(model, mesh=mesh, **stages)
+    step = fxzero.compile_step(
+        model,
+        torch.optim.AdamW(model.parameters(), fused=True),
+        nn.functional.mse_loss,
+        micro_batches=2,
+        clip_grad_norm=1.0 if dist.get_rank() else of_rank_0,
+        options={"lower_regions": {"backend": "eager"}},
+    )
+    before = [p.to_local().clone() for p in model.parameters()]
+    x = torch.ones(4, WIDTH, dtype=torch.float64)
+    message = said(lambda: step(x, 2 * x))
+    assert all(
+        torch.equal(p.to_local(), b) for p, b in zip(model.parameters(), before, strict=True)
+    )
+    return message
+
+
+@on_two_ranks
+@pytest.mark.parametrize("of_rank_0", [0.1, None])
+@pytest.mark.parametrize("axis", ["shard", "pipeline"])
+def test_another_norm_on_one_rank(
+    ranks: Pools, world: int, axis: str, of_rank_0: float | None
+) -> None:
+    """Both say so, before anything was updated: the norm itself is the same on both."""
+    for message in ranks(world).run(clip_differently, axis, of_rank_0):
+        assert "rank 1: step graph" in message or "rank 1: forward graph" in message
+        assert "clip_grad_norm=1.0" in message
+        assert of_rank_0 is None or f"clip_grad_norm={of_rank_0}" in message
+        assert "it did not say what" not in message
+
+
 def evaluate_on_one(zero: int) -> str:
     """Job: rank 1 evaluates once while rank 0 trains."""
     model = compile_eagerly(fxzero.shard(LayerDrop().double(), zero=zero))
