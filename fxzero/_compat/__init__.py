@@ -76,6 +76,7 @@ from fxzero._compat.dtensors import (
     without_torch_function,
 )
 from fxzero._compat.dynamo import (
+    as_if_compiling,
     break_graph,
     graph_break_errors,
     is_compiling,
@@ -194,6 +195,7 @@ __all__ = [
     "allocations_on",
     "aot_compile",
     "arguments_of",
+    "as_if_compiling",
     "as_it_is",
     "attempt",
     "backward_keeps_graph",

@@ -142,7 +142,8 @@ OptionsOption = Annotated[
     ),
 ]
 TracebackOption = Annotated[
-    bool, typer.Option("--traceback", help="Show an error's traceback, and what torch logs.")
+    bool,
+    typer.Option("--traceback", "--debug", help="Show an error's traceback, and what torch logs."),
 ]
 
 

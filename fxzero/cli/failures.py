@@ -1,4 +1,7 @@
-"""How a command ends: 0 as asked, 1 for a finding or a failure of the compile, 2 for wrong use.
+"""How a command ends: 0 as asked, 1 for a finding, 2 where there is no answer.
+
+A finding is what was asked for: a difference, a pass that is to blame, what does not fit, bytes of
+a checkpoint that are wrong. A target that cannot be made or compiled is none.
 
 Whatever went wrong is one sentence on the standard error; ``--traceback`` shows where.
 """
@@ -15,11 +18,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fxzero.errors import BatchError, ConfigError, FxZeroError, FxZeroWarning
+from fxzero.errors import CheckpointError, DiskError, FxZeroError, FxZeroWarning
 from fxzero.inspect.targets import raised_at
 
 FAILED = 1
-WRONG_USE = 2
+NO_ANSWER = 2
 
 
 @contextlib.contextmanager
@@ -44,9 +47,9 @@ def as_sentences(
             warnings.simplefilter("always", FxZeroWarning)
             yield
     except FxZeroError as error:
-        wrong_use = isinstance(error, (ConfigError, BatchError))
         say(type(error).__name__, str(error))
-        raise typer.Exit(WRONG_USE if wrong_use else FAILED) from None
+        found = isinstance(error, (CheckpointError, DiskError))
+        raise typer.Exit(FAILED if found else NO_ANSWER) from None
     except (typer.Exit, typer.Abort, BrokenPipeError):
         raise
     except Exception as error:
@@ -55,7 +58,7 @@ def as_sentences(
             f"{str(error).strip() or 'no reason given'}\n{failed}; this was "
             f"raised at {raised_at(error)}. --traceback shows how it came there.",
         )
-        raise typer.Exit(FAILED) from None
+        raise typer.Exit(NO_ANSWER) from None
     finally:
         logging.disable(level)
 

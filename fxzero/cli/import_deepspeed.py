@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fxzero.cli.arguments import TracebackOption, console
-from fxzero.cli.failures import WRONG_USE, as_sentences
+from fxzero.cli.failures import NO_ANSWER, as_sentences
 from fxzero.errors import ConfigError
 from fxzero.integrations.deepspeed import Examined, FromDeepSpeed, Line, Verdict, examine
 from fxzero.integrations.deepspeed.lines import shown
@@ -72,7 +72,7 @@ def import_deepspeed(
         else:
             print_examined(console(), examined)
         if examined.result is None:
-            raise typer.Exit(WRONG_USE)
+            raise typer.Exit(NO_ANSWER)
 
 
 def _values(text: str) -> dict[str, Any]:

@@ -293,12 +293,14 @@ class AnalyticCosts:
             ProductKind.CONVOLUTION: device.flops_efficiency * device.convolution_efficiency,
             ProductKind.ATTENTION: device.flops_efficiency * device.attention_efficiency,
         }
+        fastest = max(device.peak_flops.values())
         for flops, moved, dtype, kind, share in work.products:
             if device.type == "cpu":
                 flops *= share
             peak = device.peak_flops.get(dtype, device.peak_flops["fp32"])
-            reached = peak * shares[kind] * flops / (flops + device.half_peak_flops)
-            seconds += max(flops / reached, moved / bandwidth)
+            # What a product's begin and end take is a time, whatever it multiplies.
+            lost = device.half_peak_flops * peak / fastest
+            seconds += max((flops + lost) / (peak * shares[kind]), moved / bandwidth)
         if device.random_per_s:
             seconds += work.num_random / device.random_per_s
         if device.transcendental_per_s:

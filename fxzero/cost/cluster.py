@@ -33,7 +33,8 @@ class DeviceSpec:
     memory_bytes_per_s: float
     memory_bytes: float
     half_peak_flops: float = 0.0
-    """Size of a matrix product, in FLOPs, that reaches half of `flops_efficiency`."""
+    """Size of a matrix product, in FLOPs, that reaches half of `flops_efficiency`, in the dtype of
+    the largest peak; in others one that takes as long does."""
     flops_efficiency: float = 1.0
     """Share of the peak that large matrix products reach."""
     memory_efficiency: float = 1.0

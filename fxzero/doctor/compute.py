@@ -141,7 +141,7 @@ def measure_device(device: torch.device, run: Chain | None, meet: Meet) -> Devic
         peak_flops=peaks,
         memory_bytes_per_s=fastest,
         memory_bytes=device_bytes(kind),
-        half_peak_flops=line.half_flops,
+        half_peak_flops=line.half_flops * max(peaks.values()) / peak,  # it was fp32's
         flops_efficiency=min(line.flops_per_s / peak, 1.0),
         memory_efficiency=streamed / fastest,
         launch_us=launch_us,

@@ -136,6 +136,9 @@ class Analysis:
     settings: dict[str, Any] = field(default_factory=dict)
     """The compiler's."""
     rank: int = 0
+    names: dict[str, str] = field(default_factory=dict)
+    """By each name that a parameter has in the model, the one that is used here; empty of one that
+    no graph reads. Nothing of a run that was dumped."""
 
     @staticmethod
     def of(
@@ -155,6 +158,7 @@ class Analysis:
         details = [GraphDetail.of(i, c) for i, c in numbered if detail]
         passes, transfers = [], []
         graphs = [c.joint for c in capture.compilations if c.joint is not None]
+        used = {graph.specs[key].name for graph in graphs for key in graph.inputs.values()}
         for number, compilation in numbered:
             passes += [_pass_row(number, record) for record in compilation.records]
             if compilation.joint is not None:
@@ -172,6 +176,7 @@ class Analysis:
             details=tuple(found for found in details if found is not None),
             settings=plain(capture.compilations[0].config.filled) if capture.compilations else {},
             rank=capture.rank,
+            names={name: owner * (owner in used) for name, owner in capture.names.items()},
         )
 
     @staticmethod

@@ -27,7 +27,7 @@ from fxzero.compiler.config import Config
 from fxzero.compiler.dump_folder import only_looked_at
 from fxzero.compiler.plan import Plan
 from fxzero.errors import CaptureError, ConfigError
-from fxzero.inspect.targets import DEFAULT_ROWS, Batch, Sizes, model_and_batch
+from fxzero.inspect.targets import DEFAULT_ROWS, Batch, Sizes, model_and_batch, raised_at
 from fxzero.regions.region import regions_to_look_at
 from fxzero.sharding.precision import Precision
 from fxzero.sharding.shard import shard
@@ -112,6 +112,8 @@ class Capture:
     """Ranks along the axis that ZeRO shards over; at stage 0 they replicate as all others do."""
     is_whole: bool = True
     """Whether the step that was asked for is one graph, updates and all."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """By each name that a parameter has in the model, the first one: a graph knows it by that."""
 
     def plan(self, settings: Config) -> Plan:
         """What was decided for its graphs, to be written and replayed."""
@@ -221,6 +223,11 @@ def capture(
             model, batch = make() if shared is None else shared.copied(make)
             check_memory(model, batch)
             num_parameters = sum(p.numel() for p in model.parameters())
+            first: dict[int, str] = {}
+            names = {
+                name: first.setdefault(id(parameter), name)
+                for name, parameter in model.named_parameters(remove_duplicate=False)
+            }
             trained = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
             shard(
                 model,
@@ -235,6 +242,12 @@ def capture(
                 is_whole = _run_step(model, batch, micro_batches, clip_grad_norm, settings)
             else:
                 _run(model, batch, training, settings)
+    if not compilations:
+        raise CaptureError(
+            f"nothing of {type(model).__name__} was compiled: its forward runs in Python alone "
+            "(torch.compiler.disable, or a module that Dynamo leaves alone, as nn.LSTM). Look at "
+            "the whole step, which is one graph: --step."
+        )
     reset_dynamo()
     return Capture(
         tuple(compilations),
@@ -246,6 +259,7 @@ def capture(
         rank,
         sizes_of_mesh[-1],
         is_whole,
+        names,
     )
 
 
@@ -285,8 +299,16 @@ def _run(model: nn.Module, batch: Batch, training: bool, config: Config) -> None
     # torch.compile passes options on as they are, but wants a mapping.
     options = {f.name: getattr(config, f.name) for f in fields(config)}
     compiled = torch.compile(model, backend="fxzero", options=options)
-    with contextlib.nullcontext() if training else torch.no_grad():
-        output = compiled(*batch.args, **batch.kwargs)
+    try:
+        with contextlib.nullcontext() if training else torch.no_grad():
+            output = compiled(*batch.args, **batch.kwargs)
+    except _compat.no_value_error() as error:
+        raise CaptureError(
+            f"{type(model).__name__} asks for a tensor's value in Python, at {raised_at(error)} "
+            f"({error}), and here tensors have shapes alone. Let what depends on it be computed "
+            "(torch.where), or look at a run: train with options={'dump': DIR}, which inspect, "
+            "explain and diff read."
+        ) from error
     if training:
         loss = scalar_of(output)
         if not loss.requires_grad:
@@ -306,9 +328,15 @@ def _run_step(
 ) -> bool:
     """Compile a whole step by running it: the graph that `compile_step` makes of the same model.
     Returns whether it is one."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise CaptureError(
+            f"{type(model).__name__} has no parameter that requires a gradient: nothing to train. "
+            "Compile its forward alone (fxzero inspect --inference), or unfreeze."
+        )
     step = TrainStep(
         model,
-        torch.optim.AdamW(model.parameters(), fused=True),
+        torch.optim.AdamW(trained, fused=True),
         None,
         micro_batches=micro_batches,
         clip_grad_norm=clip_grad_norm,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxzero._compat import version_of, without_torch_function
+from fxzero._compat import is_fake, version_of, without_torch_function
 from fxzero.errors import ShardingError
 from fxzero.sharding.local_data import sets_data
 from fxzero.sharding.whereabouts import in_forward
@@ -84,6 +84,8 @@ def _refuse(func: Callable[..., Any], copy: FullParameter) -> None:
 
 def full_parameter(value: Tensor, name: str) -> Tensor:
     """A tensor as the full value of the parameter `name`."""
+    if is_fake(value):
+        return value  # a tensor without values: what somebody writes to it is lost anyway
     copy = value.as_subclass(FullParameter)
     copy._fxzero_name = name  # type: ignore[attr-defined]
     return copy

@@ -429,6 +429,11 @@ def _check(
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ShardingError(f"{name}={dtype!r} is no floating-point torch.dtype")
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ShardingError(
+                f"{path or 'the model'} is a ScriptModule: its parameters are TorchScript's own, "
+                "which hands out copies. Shard the module that torch.jit.script was given."
+            )
         if STATE in module.__dict__ or KEYS in module.__dict__:
             raise ShardingError(
                 f"{path or 'the model'!s} was sharded before. Call fxzero.shard once, on the "

@@ -209,11 +209,11 @@ def test_a_setting_without_effect_is_a_sentence() -> None:
         ("empty", "the model returned dict"),
     ],
 )
-def test_a_model_that_cannot_be_compiled_ends_with_1(target: str, message: str) -> None:
+def test_a_model_that_cannot_be_compiled_ends_with_2(target: str, message: str) -> None:
     """What it says itself, and where."""
     result = call(f"tests.targets:{target}")
-    assert_sentence(result, 1, message)
-    loud = call(f"tests.targets:{target}", "--traceback")
+    assert_sentence(result, 2, message)
+    loud = call(f"tests.targets:{target}", "--debug")
     assert loud.exception is not None
     assert not isinstance(loud.exception, SystemExit)
 
@@ -232,7 +232,7 @@ def test_torchs_log_of_an_error_is_not_shown_beside_it() -> None:
     """It writes a traceback past everything, and then raises; `python -m` starts the command."""
     words = [sys.executable, "-m", "fxzero", "inspect", "tests/targets.py:wrong_shapes"]
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "same reduction dim" in result.stderr
     assert "Traceback" not in result.stderr
 

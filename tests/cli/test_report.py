@@ -91,7 +91,7 @@ def test_against_another_target(tmp_path: Path) -> None:
     assert data_of(path.read_text(encoding="utf-8"))["against"]["title"].endswith("tensor_input")
 
 
-WRONG_USE = [
+NO_ANSWER = [
     (("nowhere",), "'nowhere' names no factory"),
     ((TARGET, "-o", "no/such/folder/page.html"), "there is no folder 'no/such/folder'"),
     ((TARGET, "-o", "tests"), "--output tests is a folder"),
@@ -108,7 +108,7 @@ WRONG_USE = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), WRONG_USE, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("arguments", "message"), NO_ANSWER, ids=lambda value: str(value)[:60])
 def test_wrong_use_ends_with_2(
     arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,10 +161,10 @@ def test_no_text_ends_with_2(tmp_path: Path) -> None:
     assert_sentence(call(str(path)), 2, "is no JSON")
 
 
-def test_a_model_that_cannot_be_compiled_ends_with_1(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_compiled_ends_with_2(tmp_path: Path) -> None:
     """And leaves no page."""
     path = tmp_path / "page.html"
     result = call("tests.targets:breaks", "-o", str(path))
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "this model says no" in result.stderr
     assert not path.exists()

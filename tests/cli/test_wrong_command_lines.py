@@ -18,7 +18,7 @@ def options(text: str) -> tuple[str, ...]:
     return (NET, "--options", text)
 
 
-WRONG_USE: list[tuple[tuple[str, ...], str]] = [
+NO_ANSWER: list[tuple[tuple[str, ...], str]] = [
     # no such option, or no value
     ((), "Missing argument"),
     ((NET, "extra"), "unexpected extra argument"),
@@ -128,10 +128,10 @@ WRONG_USE: list[tuple[tuple[str, ...], str]] = [
 
 def test_there_are_ninety() -> None:
     """All of them different."""
-    assert len({arguments for arguments, _ in WRONG_USE}) >= 90
+    assert len({arguments for arguments, _ in NO_ANSWER}) >= 90
 
 
-@pytest.mark.parametrize(("arguments", "message"), WRONG_USE, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("arguments", "message"), NO_ANSWER, ids=lambda value: str(value)[:60])
 def test_wrong_use_ends_with_2(arguments: tuple[str, ...], message: str) -> None:
     """A sentence on the standard error, no traceback, nothing on the standard output."""
     assert_sentence(call(*arguments), 2, message)

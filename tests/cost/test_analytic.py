@@ -170,6 +170,19 @@ def test_operators_reach_their_own_shares_of_the_peak() -> None:
     assert us[ProductKind.ATTENTION] == pytest.approx(16e3)
 
 
+def test_a_small_product_takes_as_long_in_every_dtype() -> None:
+    """Its begin and end are a time: in fp32 it was as many FLOPs as in bf16, fifteen times it."""
+    device = replace(DEVICE, peak_flops={"fp32": 1e9, "bf16": 1.5e10}, half_peak_flops=1.5e6)
+    found = AnalyticCosts(ClusterSpec("c", device, INTRA, INTER))
+
+    def us(flops: float, dtype: str) -> float:
+        return found.work_us(Work((Product(flops, 0.0, dtype),), 0.0, 0))
+
+    for dtype, peak in device.peak_flops.items():
+        assert us(1.0, dtype) == pytest.approx(100.0, rel=1e-4)
+        assert us(1.5e6, dtype) == pytest.approx(100.0 + 1.5e12 / peak, rel=1e-6)
+
+
 def test_which_operators_are_convolutions_and_attention() -> None:
     """By their names in a step's graph, forward and backward."""
 

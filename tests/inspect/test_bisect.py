@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fxzero import ConfigError
+from fxzero import CaptureError, ConfigError
 from fxzero.compiler.config import Config
 from fxzero.graph import Role, StepGraph
 from fxzero.inspect.bisect import Case, Finding, bisect, slow
@@ -54,7 +54,8 @@ def case(**changes: Any) -> Case:
     """The net, at stage 3, on two ranks."""
     options = {**EAGER, **changes.pop("options", {})}
     settings: dict[str, Any] = {"config": Config.from_options(options), **changes}
-    return Case(Net, Sizes(4, None, None), **settings)
+    build, sizes = settings.pop("build", Net), settings.pop("sizes", Sizes(4, None, None))
+    return Case(build, sizes, **settings)
 
 
 @pytest.mark.parametrize("zero", [0, 3, *exhaustive(1, 2)])
@@ -377,3 +378,50 @@ def test_findings_are_plain_data() -> None:
     found = bisect(case())
     assert isinstance(found, Finding)
     assert set(found.to_json()) == {"checks", "tolerance", "culprit", "decisions", "note"}
+
+
+class Zeros(nn.Module):
+    """A bias in front of a norm, whose gradient is zero but for rounding; layers that nothing
+    calls; whole numbers; a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.unused = nn.Linear(4, 4)
+        self.order = nn.Parameter(torch.arange(8), requires_grad=False)
+        self.empty = nn.Parameter(torch.zeros(0, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 6) to a loss."""
+        h = self.norm(self.first(x))[:, self.order].relu()
+        return self.last(torch.cat([h, self.empty])).logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize("step", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_no_pass_is_blamed_for_rounding(dtype: torch.dtype, step: bool) -> None:
+    """Nor for what no gradient reaches."""
+    made = case(build=lambda: (Zeros(), torch.randn(8, 6)), dtype=dtype, step=step, sizes=Sizes())
+    found = bisect(made)
+    assert found.culprit is None, found.culprit
+    assert len(found.checks) > 5
+
+
+def test_where_nothing_is_compiled_nothing_was_checked() -> None:
+    def build() -> tuple[nn.Module, Tensor]:
+        model = nn.Linear(4, 4)
+        model.forward = torch.compiler.disable(model.forward)  # type: ignore[method-assign]
+        return model, torch.randn(2, 4)
+
+    with pytest.raises(CaptureError, match="no pass has seen it"):
+        bisect(case(build=build, sizes=Sizes()))
+
+
+def test_a_model_for_which_there_is_no_memory() -> None:
+    """Before any of it is made."""
+    with pytest.raises(ConfigError, match=r"parameters and their gradients are [\d.]+ GiB"):
+        bisect(
+            case(
+                build=lambda: (nn.Linear(1 << 20, 1 << 20), torch.randn(1, 1 << 20)), sizes=Sizes()
+            )
+        )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from fxzero import ConfigError
 from fxzero.inspect import Analysis, capture
@@ -163,3 +165,32 @@ def test_a_name_that_there_is_not(analyses: dict[str, Analysis]) -> None:
     with pytest.raises(ConfigError, match=r"is no pass, bucket.*did you mean 'prefetch'") as raised:
         explain(analyses["loop"], "prefetchh")
     assert len(str(raised.value)) < 400
+
+
+class Names(nn.Module):
+    """Two names of one parameter, and a layer that forward does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 8)
+        self.unused = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """(B, T) to a loss."""
+        return self.head(self.embed(ids)).logsumexp(-1).mean()
+
+
+def test_a_parameters_other_name_and_what_is_not_read() -> None:
+    def build() -> Any:
+        return Names(), torch.zeros(2, 4, dtype=torch.long)
+
+    found = Analysis.of(capture(build, zero=3, world_size=2, options=ON), detail=True)
+    assert one(found, "head.weight") == one(found, "embed.weight")
+    for name in ("unused.weight", "unused"):
+        with pytest.raises(ConfigError, match="this step reads no parameter of it"):
+            explain(found, name)
+    alone = Analysis.of(capture(build, zero=3, world_size=1, options=ON), detail=True)
+    with pytest.raises(ConfigError, match="on one rank nothing is gathered"):
+        explain(alone, "embed.weight")

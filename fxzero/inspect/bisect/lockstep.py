@@ -113,7 +113,7 @@ class Lockstep:
         if target in (_fxzero.release.default, vacate):
             for tensors in sent:
                 for tensor in tensors:
-                    tensor.fill_(math.nan)
+                    _spoil(tensor)
             return [None] * len(sent)
         return [target(*args, **kwargs) for args, kwargs in arguments]
 
@@ -122,13 +122,20 @@ class Lockstep:
         buffers: list[list[Tensor]] = [[] for _ in sent]
         for tensors in zip(*sent, strict=True):
             for rank, result in enumerate(collective(list(tensors))):
-                buffer = torch.full_like(result, math.nan)
-                self.pending[buffer.data_ptr()] = result.clone()
+                buffer = _spoil(torch.empty_like(result))
+                self.promise(buffer, result)
                 buffers[rank].append(buffer)
         return buffers
 
+    def promise(self, buffer: Tensor, result: Tensor) -> None:
+        """Note what a wait shall deliver. Tensors without elements all have one address."""
+        if buffer.numel():
+            self.pending[buffer.data_ptr()] = result.clone()
+
     def arrived(self, buffer: Tensor) -> Tensor:
         """Deliver what a launch has promised."""
+        if not buffer.numel():
+            return buffer
         return buffer.copy_(self.pending.pop(buffer.data_ptr()))
 
     def of_gloo(self, target: Any, arguments: Sequence[tuple[Any, Any]]) -> Values:
@@ -157,9 +164,9 @@ class Lockstep:
             value = value.div_(args[1])
         elif target is collectives.join_exchange:
             value = value.view(args[1], -1, *value.shape[1:]).mean(0)
-        sent = self.owned.pop(buffer.data_ptr())
+        sent = self.owned.pop(buffer.data_ptr(), None)
         if sent is not None:
-            sent.fill_(math.nan)
+            _spoil(sent)
         mean = self.means.pop(buffer.data_ptr(), None)
         return value if mean is None else mean.copy_(value)
 
@@ -171,9 +178,9 @@ class Lockstep:
         means, others = Places(memory, for_means), Places(memory, for_others)
         for buffer in buffers:
             row = buffer.chunk(args[1])[0]
-            self.means[buffer.data_ptr()] = means.take(row, row.shape).fill_(math.nan)
+            self.means[buffer.data_ptr()] = _spoil(means.take(row, row.shape))
             for _ in range(args[1] - 2):
-                others.take(row, row.shape).fill_(math.nan)
+                _spoil(others.take(row, row.shape))
 
     def start(
         self,
@@ -196,8 +203,8 @@ class Lockstep:
                 taken = (
                     torch.empty_like(result) if found is None else found.take(result, result.shape)
                 )
-                buffer = taken.fill_(math.nan)
-                self.pending[buffer.data_ptr()] = result.clone()
+                buffer = _spoil(taken)
+                self.promise(buffer, result)
                 ends = own is not None and own[rank][index]
                 self.owned[buffer.data_ptr()] = tensors[rank] if ends else None
                 buffers[rank].append(buffer)
@@ -250,3 +257,11 @@ def _called(node: fx.Node) -> Any:
     # What is made for one rank's graph, as a region or an update is, has a name alone.
     known = isinstance(target, (OpOverload, FunctionType, BuiltinFunctionType, str))
     return target if known else getattr(target, "__name__", type(target).__name__)
+
+
+def _spoil(tensor: Tensor) -> Tensor:
+    """Fill a tensor with what whoever reads it too early cannot overlook: NaN, or of integers the
+    largest one."""
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return tensor.fill_(math.nan)
+    return tensor.fill_(True if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max)

@@ -73,7 +73,7 @@ class Case:
                 module.dropout = 0.0
         for parameter in other.parameters():
             # What begins with zeros or ones lets many a mistake through.
-            if parameter.unique().numel() == 1:
+            if parameter.dtype.is_floating_point and parameter.unique().numel() == 1:
                 generator = torch.Generator().manual_seed(self.seed)
                 noise = torch.randn(parameter.shape, generator=generator, dtype=self.dtype)
                 parameter.data.add_(0.1 * noise)
@@ -205,9 +205,10 @@ def one_step(case: Case, config: Config, rank: int | None = None) -> Callable[[]
     model, batch = case.model_and_batch(rank)
     shard(model, case.zero, mesh=_mesh())
     if case.step:
+        trained = [p for p in model.parameters() if p.requires_grad]
         step = TrainStep(
             model,
-            torch.optim.AdamW(model.parameters(), fused=True, lr=LR),
+            torch.optim.AdamW(trained, fused=True, lr=LR),
             None,
             micro_batches=case.micro_batches,
             clip_grad_norm=case.clip_grad_norm,

@@ -115,17 +115,45 @@ def missing(found: Named, expected: Named, updates: bool) -> str:
     return ""
 
 
-def difference(value: Tensor, right: Tensor) -> float:
-    """The largest difference, as a share of the largest element that is right."""
+def kind_of(name: str) -> str:
+    """What tensors are of one kind: gradients, or a state of all parameters."""
+    word = name.partition(" of ")[0] if " of " in name else ""
+    return f"{word}{AFTER}" if name.endswith(AFTER) else word or name
+
+
+def largest_by_kind(expected: Named) -> dict[str, float]:
+    """By kind, the largest element of all tensors of it."""
+    found: dict[str, float] = {}
+    for name, values in expected.items():
+        kind = kind_of(name)
+        found[kind] = max(found.get(kind, 0.0), *(_largest(_exactly(value)) for value in values))
+    return found
+
+
+def _exactly(value: Tensor) -> Tensor:
+    return value.to(torch.complex128 if value.is_complex() else torch.float64)
+
+
+def _largest(value: Tensor) -> float:
+    finite = value[value.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
+
+
+def difference(value: Tensor, right: Tensor, least: float = 0.0) -> float:
+    """The largest difference, as a share of the largest element that is right.
+
+    Args:
+        least: a share of this at least: of what is nothing but rounding (the gradient of a bias
+            in front of a norm, or of attention's keys), no digit is right.
+    """
     if value.shape != right.shape:
         return math.inf
     if not value.numel():
         return 0.0
-    value, right = value.double(), right.double()
+    value, right = _exactly(value), _exactly(right)
     # What is infinite, or no number, on both sides is the same.
     differs = ~((value == right) | (value.isnan() & right.isnan()))
     if not differs.any():
         return 0.0
-    finite = right[right.isfinite()]
-    scale = finite.abs().max().item() if finite.numel() else 1.0
+    scale = max(_largest(right), least)
     return (value - right)[differs].abs().max().item() / (scale or 1.0)

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxzero._compat import fake_tensors
 from fxzero.compiler.compilation import CAPTURED
-from fxzero.errors import ConfigError, FxZeroError
+from fxzero.cost.resources import available_bytes
+from fxzero.errors import CaptureError, ConfigError, FxZeroError
 from fxzero.graph import StepGraph
 from fxzero.inspect.bisect.lockstep import Lockstep
 from fxzero.inspect.bisect.recorded import (
@@ -27,13 +29,30 @@ from fxzero.inspect.bisect.recorded import (
     record,
 )
 from fxzero.inspect.bisect.reference import DrawsError, eager
-from fxzero.inspect.bisect.results import LOSS, Named, difference, missing, named, updated
+from fxzero.inspect.bisect.results import (
+    LOSS,
+    Named,
+    difference,
+    kind_of,
+    largest_by_kind,
+    missing,
+    named,
+    updated,
+)
+from fxzero.inspect.targets import model_and_batch
 from fxzero.passes.decision import DecidingPass
 from fxzero.settings import plain
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 """Most that may differ, as a share of the tensor's largest element: what other orders of sums come
 to stays well below."""
+
+
+def rounding_share(tolerance: float) -> float:
+    """Of the largest element of all tensors of a kind, the share by which the smallest one is
+    measured: sums round by some 32 eps of what they add up, which may cancel."""
+    dtype = next(dtype for dtype, most in TOLERANCE.items() if most >= tolerance)
+    return min(32 * torch.finfo(dtype).eps / tolerance, 1.0)
 
 
 @dataclass(frozen=True)
@@ -84,7 +103,7 @@ def bisect(case: Case, observe: Callable[[Check], None] | None = None) -> Findin
         observe: called with each check as soon as it is known.
 
     Raises:
-        CaptureError: the model cannot be run, or draws random numbers.
+        CaptureError: the model cannot be run, draws random numbers, or nothing of it is compiled.
         ConfigError: something shall be held on the host.
     """
     if case.config.offloads:
@@ -92,6 +111,7 @@ def bisect(case: Case, observe: Callable[[Check], None] | None = None) -> Findin
             f"{case.config.offloads}: ranks that run in one process would share the host's memory. "
             "Leave it out: what other passes do is the same."
         )
+    _check_memory(case)
     tolerance = TOLERANCE[case.dtype]
     note = ""
     try:
@@ -115,14 +135,44 @@ def bisect(case: Case, observe: Callable[[Check], None] | None = None) -> Findin
     checks: list[Check] = []
     for number, recordings in enumerate(zip(*ranks, strict=True)):
         alone = reference if len(ranks[0]) == 1 else None
-        for check, part, index in _checks(number, recordings, alone):
+        for check, part, index in _checks(number, recordings, alone, tolerance):
             checks.append(check)
             if observe is not None:
                 observe(check)
             if check.fails(tolerance):
                 decisions = _decisions(check, part, index, recordings, alone, tolerance)
                 return Finding(tuple(checks), tolerance, check, tuple(decisions), note)
+    if not checks:
+        raise CaptureError(
+            "nothing of the model was compiled, so no pass has seen it: its forward runs in Python "
+            "alone (torch.compiler.disable, or a module that Dynamo leaves alone, as nn.LSTM). "
+            "With --step the whole step is one graph, or its error says what cannot be in one."
+        )
     return Finding(tuple(checks), tolerance, None, note=note)
+
+
+def _check_memory(case: Case) -> None:
+    """Refuse a model whose parameters and gradients alone are more than there is memory for.
+
+    Raises:
+        ConfigError: they are.
+    """
+    try:
+        with fake_tensors():
+            model, _ = model_and_batch(case.build(), case.sizes)
+    except Exception:  # a factory that reads values: it will say what is wrong, if anything is
+        return
+    count = sum(parameter.numel() for parameter in model.parameters())
+    # Every rank's own, and the eager model's.
+    needed = 2 * count * case.dtype.itemsize * (case.world_size + 1)
+    available = available_bytes()
+    if needed > available:
+        raise ConfigError(
+            f"bisect runs the model with real values, {case.world_size} ranks in this process: "
+            f"{count:,} parameters and their gradients are {needed / 2**30:.1f} GiB in "
+            f"{str(case.dtype).removeprefix('torch.')}, and {available / 2**30:.1f} GiB are free. "
+            "Take a smaller model: of equal layers two do; or --dtype bfloat16, --world-size 1."
+        )
 
 
 def _rounds(recordings: Sequence[Recording]) -> bool:
@@ -147,7 +197,7 @@ def _refused(error: FxZeroError, tolerance: float) -> Finding:
 
 
 def _checks(
-    number: int, recordings: Sequence[Recording], reference: Named | None
+    number: int, recordings: Sequence[Recording], reference: Named | None, tolerance: float
 ) -> Iterator[tuple[Check, str, int]]:
     """Each graph's check, with the part and the place among its snapshots."""
     expected = dict(reference or {})
@@ -159,11 +209,11 @@ def _checks(
             continue
         inputs = [_inputs(r, s.graph) for r, s in zip(recordings, snapshots, strict=True)]
         updates = _updates(recordings[0], first, index)
-        check = _check(number, first, snapshots, inputs, expected, updates=updates)
+        check = _check(number, first, snapshots, inputs, expected, tolerance, updates=updates)
         yield check, first, index
     if whole:
         return
-    yield from _of_sides(number, recordings, expected)
+    yield from _of_sides(number, recordings, expected, tolerance)
 
 
 def _updates(recording: Recording, part: str, index: int) -> bool:
@@ -185,7 +235,7 @@ def _is_of_one_micro_batch(snapshot: Snapshot, recording: Recording, part: str) 
 
 
 def _of_sides(
-    number: int, recordings: Sequence[Recording], expected: Named
+    number: int, recordings: Sequence[Recording], expected: Named, tolerance: float
 ) -> Iterator[tuple[Check, str, int]]:
     """Forward behind each lowering pass with backward as it was cut, then the same of backward."""
     forwards = [recording.snapshots.get(FORWARD, []) for recording in recordings]
@@ -204,7 +254,7 @@ def _of_sides(
         except Exception as error:  # whatever a broken graph raises is the finding
             yield _failed(number, part, here[0].behind, error), part, index
             continue
-        check = _compared(number, part, here[0].behind, found, expected)
+        check = _compared(number, part, here[0].behind, found, expected, tolerance)
         yield check, part, index
 
 
@@ -242,6 +292,7 @@ def _check(
     snapshots: Sequence[Snapshot],
     inputs: Sequence[Sequence[Any]],
     expected: Named,
+    tolerance: float,
     *,
     updates: bool,
 ) -> Check:
@@ -265,7 +316,7 @@ def _check(
         # What nobody has said of an input is not looked at: only what is written to changes.
         left = updated(graphs, copies)
         found |= {name: values for name, values in left.items() if name in expected}
-    return _compared(number, part, behind, found, expected, updates=updates)
+    return _compared(number, part, behind, found, expected, tolerance, updates=updates)
 
 
 def _failed(number: int, part: str, behind: str, error: Exception) -> Check:
@@ -274,7 +325,14 @@ def _failed(number: int, part: str, behind: str, error: Exception) -> Check:
 
 
 def _compared(
-    number: int, part: str, behind: str, found: Named, expected: Named, *, updates: bool = False
+    number: int,
+    part: str,
+    behind: str,
+    found: Named,
+    expected: Named,
+    tolerance: float,
+    *,
+    updates: bool = False,
 ) -> Check:
     """The tensor that is furthest from what is expected, or one that is not there; what nobody
     expects yet is expected from now on."""
@@ -282,13 +340,15 @@ def _compared(
     if gone:
         return Check(number, part, behind, gone, math.inf, 0, len(found))
     worst, most, where, count = "", 0.0, 0, 0
+    largest = largest_by_kind(expected)
     for name, values in found.items():
         if name not in expected:
             expected[name] = [value.clone() for value in values]
             continue
         count += 1
         for rank, (value, right) in enumerate(zip(values, expected[name], strict=True)):
-            share = difference(value, right)
+            least = largest[kind_of(name)] * rounding_share(tolerance)
+            share = difference(value, right, least)
             if not share <= most or not worst:
                 worst, most, where = name, share, rank
                 if math.isnan(share):
@@ -317,7 +377,8 @@ def _decisions(
             continue
         for place, item in enumerate(items[:MOST_ITEMS]):
             rest = dataclasses.replace(made, **{field.name: items[:place] + items[place + 1 :]})
-            if not _again(step, rest, check, part, index, recordings, reference).fails(tolerance):
+            again = _again(step, rest, check, part, index, recordings, reference, tolerance)
+            if not again.fails(tolerance):
                 yield f"{field.name}: {_short(item)}"
 
 
@@ -333,6 +394,7 @@ def _again(
     index: int,
     recordings: Sequence[Recording],
     reference: Named | None,
+    tolerance: float,
 ) -> Check:
     """The same pass with another decision."""
     snapshots = []
@@ -346,7 +408,8 @@ def _again(
         snapshots.append(Snapshot(check.behind, graph, recording.compilation))
     inputs = [_inputs(r, s.graph) for r, s in zip(recordings, snapshots, strict=True)]
     updates = _updates(recordings[0], part, index)
-    return _check(check.graph, part, snapshots, inputs, dict(reference or {}), updates=updates)
+    expected = dict(reference or {})
+    return _check(check.graph, part, snapshots, inputs, expected, tolerance, updates=updates)
 
 
 def _short(item: Any) -> str:

@@ -26,6 +26,20 @@ def explain(analysis: Analysis, what: str) -> list[Explanation]:
     found = [one for view in views for one in _in_graph(view, what)]
     if found:
         return found
+    owner = analysis.names.get(what)
+    if owner and owner != what:
+        return explain(analysis, owner)  # tied: a graph knows it by its first name
+    if owner:
+        raise ConfigError(
+            f"{what!r} is a parameter, and no transfer of this step moves it: on one rank nothing "
+            "is gathered or reduced. Ask with --world-size 2, or for a node that reads it."
+        )
+    below = [name for name in analysis.names if name == what or name.startswith(f"{what}.")]
+    if below and not any(analysis.names[name] for name in below):
+        raise ConfigError(
+            f"{what!r} is in the model, and this step reads no parameter of it: nothing is "
+            "gathered for it, and no gradient reaches it."
+        )
     names = {name for view in views for name in _names(view)}
     raise ConfigError(
         f"{what!r} is no pass, bucket, parameter, node or module of this step: "

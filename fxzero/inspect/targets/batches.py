@@ -12,6 +12,7 @@ Where tensors are fake they have shapes and dtypes, and no values; elsewhere ran
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,8 +63,23 @@ def model_and_batch(built: Any, sizes: Sizes) -> tuple[nn.Module, Batch]:
         sizes: of the batch; 2 rows by default.
 
     Raises:
-        ConfigError: it is no model, or its inputs cannot be found out.
+        ConfigError: it is no model, its inputs cannot be found out, or its forward has no such
+            arguments.
     """
+    model, batch = _read(built, sizes)
+    try:
+        inspect.signature(model.forward).bind(*batch.args, **batch.kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"{type(model).__name__}.forward{inspect.signature(model.forward)} cannot be called "
+            f"with ({batch.text()}): {error}"
+        ) from None
+    except ValueError:  # a forward of which nobody knows: let it be called
+        pass
+    return model, batch
+
+
+def _read(built: Any, sizes: Sizes) -> tuple[nn.Module, Batch]:
     if isinstance(built, nn.Module):
         return built, _batch_of(built, sizes)
     if isinstance(built, (tuple, list)) and built and isinstance(built[0], nn.Module):
@@ -173,6 +189,8 @@ def _tensor(match: re.Match[str], shape: list[int], device: torch.device) -> Ten
     what = match[0].strip()
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"--inputs: {what!r}: torch has no dtype {match['dtype']!r}")
+    if math.prod(shape) * dtype.itemsize >= 1 << 62:
+        raise ConfigError(f"--inputs: {what!r}: no memory has {math.prod(shape):.1e} elements")
     if match["high"] is not None and (dtype.is_floating_point or dtype.is_complex):
         raise ConfigError(f"--inputs: {what!r}: only whole numbers are below something")
     if dtype.is_floating_point or dtype.is_complex:

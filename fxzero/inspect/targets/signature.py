@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fxzero._compat import as_if_compiling
 from fxzero.errors import ConfigError
 from fxzero.inspect.targets.batch import Batch
 from fxzero.inspect.targets.calls import raised_at
@@ -67,7 +68,7 @@ def _try(model: nn.Module, inputs: Mapping[str, Any]) -> None:
         ConfigError: it does not; the message shows what was tried.
     """
     try:
-        with torch.no_grad():
+        with torch.no_grad(), as_if_compiling():
             model(**inputs)
     except Exception as error:
         reason = " ".join(str(error).split()) or "no reason given"
