@@ -207,7 +207,7 @@ def empty_fake(like: torch.Tensor, mode: Any) -> torch.Tensor:
     return FakeTensor(mode, meta, like.device)
 
 
-def fake_beside(like: torch.Tensor, mode: Any) -> torch.Tensor:
+def fake_beside(like: torch.Tensor, mode: Any) -> Any:
     """Another fake parameter that is like one of Dynamo's in all but its memory and identity."""
     if isinstance(like, DTensor):
         local = empty_fake(like._local_tensor, mode)
@@ -218,7 +218,7 @@ def fake_beside(like: torch.Tensor, mode: Any) -> torch.Tensor:
         made = empty_fake(like, mode).requires_grad_(like.requires_grad)
         for name in ("pytype", "dispatch_keys"):
             setattr(made, name, getattr(like, name, None))
-    made._is_param = True  # type: ignore[attr-defined]  # as nn.Parameter's isinstance asks
+    setattr(made, "_is_param", True)  # noqa: B010  # as nn.Parameter's isinstance asks
     return made
 
 

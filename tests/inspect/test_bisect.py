@@ -394,14 +394,16 @@ class Zeros(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, 6) to a loss."""
         h = self.norm(self.first(x))[:, self.order].relu()
-        return self.last(torch.cat([h, self.empty])).logsumexp(-1).mean()
+        return self.last(h).logsumexp(-1).mean() + self.empty.sum()
 
 
 @pytest.mark.parametrize("step", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_no_pass_is_blamed_for_rounding(dtype: torch.dtype, step: bool) -> None:
     """Nor for what no gradient reaches."""
-    made = case(build=lambda: (Zeros(), torch.randn(8, 6)), dtype=dtype, step=step, sizes=Sizes())
+    compiled = {"lower_regions": {"backend": "inductor"}}  # whose sums are others than eager ones
+    build = lambda: (Zeros(), torch.randn(8, 6))  # noqa: E731
+    made = case(build=build, dtype=dtype, step=step, sizes=Sizes(), options=compiled)
     found = bisect(made)
     assert found.culprit is None, found.culprit
     assert len(found.checks) > 5

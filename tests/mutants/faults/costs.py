@@ -17,9 +17,16 @@ FAULTS = (
     Fault(
         "attention and convolutions are as fast as a product",
         "fxzero/cost/analytic.py",
-        "reached = peak * shares[kind] * flops",
-        "reached = peak * device.flops_efficiency * flops",
+        "(flops + lost) / (peak * shares[kind])",
+        "(flops + lost) / (peak * device.flops_efficiency)",
         f"{_ANALYTIC}test_operators_reach_their_own_shares_of_the_peak",
+    ),
+    Fault(
+        "a small product loses as many FLOPs in every dtype",
+        "fxzero/cost/analytic.py",
+        "lost = device.half_peak_flops * peak / fastest",
+        "lost = device.half_peak_flops",
+        f"{_ANALYTIC}test_a_small_product_takes_as_long_in_every_dtype",
     ),
     Fault(
         "a CPU computes what a causal mask hides",

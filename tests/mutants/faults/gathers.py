@@ -169,16 +169,16 @@ FAULTS = (
     Fault(
         "this rank's own rows are missing from a gather",
         "fxzero/runtime/collectives.py",
-        "rows[rank].copy_(part)",
-        "rows[rank].zero_()",
+        "mine.copy_(part)",
+        "mine.zero_()",
         "tests/parity/test_step.py::test_float64[2-adamw-0.1-4-3]",
     ),
     Fault(
         "rows arrive at another rank's place",
-        "fxzero/runtime/collectives.py",
-        "process_group.recv([rows[other]], other, tag) for",
-        "process_group.recv([rows[size - 1 - other]], other, tag) for",
-        "tests/parity/test_step.py::test_float64[2-adamw-0.1-4-3]",
+        "fxzero/runtime/point_to_point.py",
+        "process_group.recv([places[r][index]], r, tag) for",
+        "process_group.recv([places[size - 1 - r][index]], r, tag) for",
+        "tests/runtime/test_collectives.py::test_small_tensors_of_a_dtype_are_one_message",
     ),
     Fault(
         "the ranks' schedules are each one's own",
