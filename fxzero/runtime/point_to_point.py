@@ -6,9 +6,9 @@ A message costs some 50 µs of processor time whatever it holds, half at either 
 of 2 KiB 0.49 ms, one of 16 KiB 0.12): small tensors of one dtype travel as one, and are put where
 they belong when all have come. Large ones are received there at once.
 
-All is sent before anything is received: gloo's thread, which polls the socket, finds the lock of a
-pair taken while the caller writes to it, and asks again and again for what may not come in yet.
-Measured with four ranks on two cores: a step of 1.87 s takes 2 % less.
+All is ready to receive before anything is sent: gloo sends what somebody waits for at once, and
+asks first otherwise. Over a link of 1 Gbit/s a step of 1.15 s took 4 to 9 % longer the other way
+round, which spares gloo's thread some polling where four ranks share two cores.
 """
 
 from __future__ import annotations
@@ -61,6 +61,12 @@ def swap(
     after = [(rank + step) % size for step in range(1, size)]  # nobody is everybody's first
     before = [(rank - step) % size for step in range(1, size)]  # in the order of their sending
     for index in alone:
+        handles += [process_group.recv([places[r][index]], r, tag) for r in before]
+    for group in together:
+        for r in before:
+            packed.append(Packed([places[r][index] for index in group]))
+            handles.append(process_group.recv([packed[-1].arriving], r, tag))
+    for index in alone:
         handles += [process_group.send([outgoing[r][index]], r, tag) for r in after]
     for group in together:
         for r in after:
@@ -68,12 +74,6 @@ def swap(
             if key not in joined:
                 joined[key] = torch.cat([outgoing[r][index].reshape(-1) for index in group])
             handles.append(process_group.send([joined[key]], r, tag))
-    for index in alone:
-        handles += [process_group.recv([places[r][index]], r, tag) for r in before]
-    for group in together:
-        for r in before:
-            packed.append(Packed([places[r][index] for index in group]))
-            handles.append(process_group.recv([packed[-1].arriving], r, tag))
     return handles, packed
 
 
