@@ -195,7 +195,7 @@ def test_wrong_overrides(override: str, message: str) -> None:
     assert "Traceback" not in said
     assert "hydra.cc" not in said
     assert said.count("\n") <= 1
-    assert failures.exit_code(caught.value) == failures.NO_ANSWER
+    assert failures.exit_code(caught.value) == failures.WRONG_USE
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_settings_that_contradict_each_other(overrides: Sequence[str], message: 
     with pytest.raises(Exception) as caught:  # noqa: PT011
         composed(SMALL, *overrides)
     assert message in failures.sentence(caught.value)
-    assert failures.exit_code(caught.value) == failures.NO_ANSWER
+    assert failures.exit_code(caught.value) == failures.WRONG_USE
 
 
 @pytest.mark.parametrize("name", ["gpt_nano", "gpt_lite", "gpt_bench", "gpt_tiny"])
@@ -319,7 +319,7 @@ def test_a_config_that_there_is_not() -> None:
     said = failures.sentence(caught.value)
     assert "nope" in said
     assert "provider=" not in said
-    assert failures.exit_code(caught.value) == failures.NO_ANSWER
+    assert failures.exit_code(caught.value) == failures.WRONG_USE
 
 
 @pytest.mark.slow

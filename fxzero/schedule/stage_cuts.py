@@ -38,6 +38,8 @@ class Positions:
     """What one micro-step's forward keeps in front of each."""
     nested: NDArray[np.bool_]
     """(positions, positions): whether the first lies in front of the second."""
+    num_reads: Floats | None = None
+    """How often parameters are read in front of each; None where nobody asks."""
 
     @staticmethod
     def of_chain(
@@ -82,19 +84,21 @@ def best_cuts(
     *,
     budget_bytes: float = np.inf,
     in_flight: Sequence[int] = (),
+    each_reads: bool = False,
 ) -> Cuts | None:
     """The fastest stages whose memory is within a budget; None if there are none.
 
     Args:
         budget_bytes: of each stage.
         in_flight: by stage, of how many micro-steps it keeps what is saved; one by default.
+        each_reads: whether every stage must read a parameter.
     """
     flights = list(in_flight) or [1] * num_stages
     total_us = float(positions.us[-1])
     best: Cuts | None = None
     bound = np.inf
     while True:
-        chosen = _least_sent(positions, num_stages, bound, budget_bytes, flights)
+        chosen = _least_sent(positions, num_stages, bound, budget_bytes, flights, each_reads)
         if chosen is None:
             return best
         sent_us = float(positions.cut_us[list(chosen)].sum())
@@ -108,12 +112,20 @@ def best_cuts(
         bound = slowest_us  # nothing that sends more is faster unless its slowest part is
 
 
+def reads_nothing(positions: Positions, cuts: Cuts) -> bool:
+    """Whether one of the stages reads no parameter."""
+    assert positions.num_reads is not None
+    ends = positions.num_reads[[0, *cuts.positions, len(positions.us) - 1]]
+    return bool((np.diff(ends) == 0).any())
+
+
 def _least_sent(
     positions: Positions,
     num_stages: int,
     bound_us: float,
     budget_bytes: float,
     in_flight: Sequence[int],
+    each_reads: bool,
 ) -> tuple[int, ...] | None:
     """The cuts that send least, with every part faster than a bound."""
     count = len(positions.us)
@@ -123,6 +135,9 @@ def _least_sent(
     takes = positions.us[None, :] - positions.us[:, None]
     may = positions.nested & (takes < bound_us)
     may[:, :-1] &= positions.cut_us[None, :-1] < bound_us
+    if each_reads:
+        assert positions.num_reads is not None
+        may &= positions.num_reads[None, :] > positions.num_reads[:, None]
     state = positions.state_bytes[None, :] - positions.state_bytes[:, None]
     saved = positions.saved_bytes[None, :] - positions.saved_bytes[:, None]
     for stage in range(num_stages):

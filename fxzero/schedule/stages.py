@@ -10,6 +10,7 @@ the same way. A parameter that several stages read is held by each of them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from fxzero.graph.assign_stages import operator_of
 from fxzero.graph.operators import num_bytes
 from fxzero.graph.stamps import stamp_of
 from fxzero.pipeline.tables import Table, in_flight
-from fxzero.schedule.stage_cuts import Positions, best_cuts
+from fxzero.schedule.stage_cuts import Positions, best_cuts, reads_nothing
 from fxzero.schedule.stage_memory import StageMemory
 from fxzero.schedule.stage_operators import Operator, Operators
 from fxzero.transfer import Transfer, TransferKind
@@ -202,13 +203,19 @@ def _borders(
     """
     positions, ends = order.positions(MODEL_STATES if limit is None else limit.states)
     for kept in (1.0,) if limit is None else _KEPT:
-        cuts = best_cuts(
+        cut = functools.partial(
+            best_cuts,
             replace(positions, saved_bytes=kept * positions.saved_bytes),
             num_stages,
             num_micro_steps,
             budget_bytes=float("inf") if limit is None else limit.budget_bytes,
             in_flight=() if limit is None else limit.in_flight,
         )
+        cuts = cut()
+        if cuts is not None and reads_nothing(positions, cuts):
+            # Of a small model the loss takes as long as a layer; a stage of its own has nothing to
+            # hold, and no rank can be without parameters.
+            cuts = cut(each_reads=True) or cuts
         if cuts is not None:
             return [0, *(ends[p] for p in cuts.positions), len(order.own)], cuts.us
     if len(ends) < num_stages + 1 or limit is None:
@@ -254,7 +261,9 @@ class Order:
         saved = np.concatenate([[0.0], np.cumsum([self.saved.get(op.node, 0) for op in self.own])])
         cut_us = [self._travel_us(crossing[end]) if 0 < end < count else 0.0 for end in ends]
         nested = np.triu(np.ones((len(ends), len(ends)), dtype=np.bool_), 1)
-        return Positions(us[ends], np.array(cut_us), held, saved[ends], nested), ends
+        reads = np.concatenate([[0.0], np.cumsum([len(op.params) for op in self.own])])
+        found = Positions(us[ends], np.array(cut_us), held, saved[ends], nested, reads[ends])
+        return found, ends
 
     def _candidates(self, crossing: np.ndarray, us: np.ndarray) -> list[int]:
         """All places where time has passed, of each stretch of time the one where least crosses."""

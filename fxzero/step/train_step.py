@@ -539,7 +539,13 @@ class TrainStep:
     ) -> Callable[..., Sequence[Tensor]]:
         """Dynamo's backend."""
         shapes = ", ".join(str(list(v.shape)) for v in _batch_values(example_inputs, self._specs))
-        if self._compiled_shapes:
+        if shapes in self._compiled_shapes:
+            log.warning(
+                "compile_step compiles again for inputs %s, which it has compiled for before: "
+                "something else that forward reads has changed (TORCH_LOGS=recompiles says what)",
+                shapes,
+            )
+        elif self._compiled_shapes:
             log.warning(
                 "compile_step compiles again: inputs %s, before %s", shapes, self._compiled_shapes
             )

@@ -217,7 +217,7 @@ def test_a_gradient_that_is_a_sum(graph: StepGraph) -> None:
     record = replace(transfer.record, op="sum")
     change(transfer.launch, record)
     rule = r"the gradient of layers.\d.weight is no mean over the ranks"
-    assert_refused(graph, rule, transfer.launch, "Gradients are averaged")
+    assert_refused(graph, rule, transfer.launch, "Reduce it with 'avg'")
 
 
 def change(launch: fx.Node, record: Transfer) -> None:

@@ -435,3 +435,29 @@ def test_peaks_are_those_of_the_ranks_own_steps(ranks: Pools, schedule: str) -> 
     report = under(schedule, step, 2, 4)
     assert list(report.peak_bytes) == pytest.approx(measured, rel=0.06)
     assert min(kinds["workspace"] for kinds in report.bytes_by_kind) > 1 << 20
+
+
+class Deep(nn.Module):
+    """Layers with a loss behind each: of so small ones a loss takes as long as a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.heads = nn.ModuleList(nn.Linear(6, 1) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """(B, 6), (B, 1) to a loss."""
+        loss = x.new_zeros(())
+        for layer, head in zip(self.layers, self.heads, strict=True):
+            x = layer(x).tanh()
+            loss = loss + nn.functional.mse_loss(head(x), y)
+        return loss
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_no_stage_is_without_a_parameter(num_stages: int) -> None:
+    """Where there are enough layers: it was refused, as a stage had the last loss alone."""
+    batch = torch.randn(2, 6), torch.randn(2, 1)
+    found = find_holders(Deep(), batch, StagesWanted("1f1b", num_stages, 0, 1, None))
+    assert {stage for held in found.values() for stage in held} == set(range(num_stages))
+    assert all(len(held) == 1 for held in found.values())

@@ -6,12 +6,13 @@ import itertools
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import networkx as nx
 import numpy as np
 import pytest
 
-from fxzero.schedule.stage_cuts import Cuts, Positions, best_cuts
+from fxzero.schedule.stage_cuts import Cuts, Positions, best_cuts, reads_nothing
 
 
 def ideals_of(graph: nx.DiGraph, most: int) -> list[frozenset[int]] | None:
@@ -32,6 +33,7 @@ def every_way(
     num_micro_steps: int,
     budget_bytes: float = np.inf,
     in_flight: Sequence[int] = (),
+    each_reads: bool = False,
 ) -> float:
     """What the fastest of all ways to cut takes; infinite if there is none."""
     flights = list(in_flight) or [1] * num_stages
@@ -49,6 +51,9 @@ def every_way(
             for (a, b), flight in zip(pairs, flights, strict=True)
         ]
         if max(held) > budget_bytes:
+            continue
+        reads = positions.num_reads
+        if each_reads and reads is not None and any(reads[a] == reads[b] for a, b in pairs):
             continue
         parts = [positions.us[b] - positions.us[a] for a, b in pairs]
         sent = [positions.cut_us[c] for c in chosen]
@@ -131,6 +136,25 @@ def test_a_budget_moves_work_to_stages_with_less_in_flight() -> None:
     assert found is not None
     assert np.diff([0, *found.positions, 20]).tolist() <= [3, 4, 7, 14]
     assert best_cuts(positions, 4, 8, budget_bytes=9, in_flight=[4, 3, 2, 1]) is None
+
+
+def test_every_stage_reads_a_parameter() -> None:
+    """The fastest of the ways in which each does; those without a bound may leave one without."""
+    rng = random.Random(7)
+    left_out = 0
+    for _ in range(60):
+        count = rng.randint(4, 10)
+        us = [rng.choice([0.1, 1.0, 4.0]) for _ in range(count)]
+        chain = Positions.of_chain(us, [rng.choice([0.0, 0.5, 2.0]) for _ in us[1:]])
+        reads = np.concatenate([[0.0], np.cumsum([rng.random() < 0.5 for _ in us])])
+        positions = replace(chain, num_reads=reads)
+        num_stages = rng.randint(2, 4)
+        free = best_cuts(positions, num_stages, 8)
+        left_out += free is not None and reads_nothing(positions, free)
+        assert is_best(positions, num_stages, 8, each_reads=True)
+        found = best_cuts(positions, num_stages, 8, each_reads=True)
+        assert found is None or not reads_nothing(positions, found)
+    assert left_out > 10
 
 
 def test_more_stages_than_there_are_cuts() -> None:

@@ -291,6 +291,29 @@ def test_schedules_do_not_recompile(
     assert_bitwise(tensors(mine, optimizer), tensors(theirs, other))
 
 
+class Scaled(nn.Module):
+    """Reads a number that somebody may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 4) to a loss."""
+        return self.layer(x).square().mean() * self.scale
+
+
+def test_equal_shapes_are_not_blamed(notes: list[str]) -> None:
+    model = Scaled()
+    optimizer = fused_adamw(model.parameters())
+    step = fxzero.compile_step(model, optimizer, options=EAGER)
+    step(torch.ones(2, 4))
+    model.scale = 2.0
+    step(torch.ones(2, 4))
+    assert "something else that forward reads has changed" in notes.pop()
+
+
 def test_what_recompiles_says_so(notes: list[str]) -> None:
     """A new shape, and a parameter that is frozen: both take effect, with a note."""
     model = make()
