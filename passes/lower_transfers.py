@@ -3,7 +3,7 @@
 NCCL runs a list as one group launch: nothing changes. Gloo packs a list into a flat
 scratch buffer first, and reduce-scatters by all-reducing everything; there
 
-    gather([a, b])        →  gather([a, b])                     messages, no list packed
+    gather([a, b])        →  gather([a, b])                     messages; small tensors share one
     reduce_scatter([g])   →  mean(exchange([g]), ranks)         half the bytes on two ranks
     all_reduce([g])       →  all_reduce([g])                    in place, if nobody else reads g
 

@@ -43,8 +43,8 @@ def fxzero(
 ) -> None:
     """A compiler for distributed training steps in PyTorch.
 
-    Exit codes: 0 done, 1 the model cannot be compiled, does not fit, or this machine is not fit for
-    it, 2 wrong use (an option, a target, a file).
+    Exit codes: 0 done, 1 a finding (something differs, does not fit, or does not work here), 2 no
+    answer (an option, a target or a file is wrong, or the model cannot be compiled).
     """
     context.obj = __version__
 

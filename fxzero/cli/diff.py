@@ -75,7 +75,7 @@ def diff(
 ) -> None:
     """Show which settings and decisions differ, and what that does to time and bytes.
 
-    Ends with 0 if nothing differs, with 1 if something does, with 2 for wrong use.
+    Ends with 0 if nothing differs, with 1 if something does, with 2 where there is no answer.
 
     Examples:
 

@@ -242,13 +242,13 @@ def capture(
                 is_whole = _run_step(model, batch, micro_batches, clip_grad_norm, settings)
             else:
                 _run(model, batch, training, settings)
+    reset_dynamo()
     if not compilations:
         raise CaptureError(
             f"nothing of {type(model).__name__} was compiled: its forward runs in Python alone "
             "(torch.compiler.disable, or a module that Dynamo leaves alone, as nn.LSTM). Look at "
             "the whole step, which is one graph: --step."
         )
-    reset_dynamo()
     return Capture(
         tuple(compilations),
         num_parameters,

@@ -73,7 +73,8 @@ class Case:
                 module.dropout = 0.0
         for parameter in other.parameters():
             # What begins with zeros or ones lets many a mistake through.
-            if parameter.dtype.is_floating_point and parameter.unique().numel() == 1:
+            is_number = parameter.dtype.is_floating_point or parameter.dtype.is_complex
+            if is_number and parameter.unique().numel() == 1:
                 generator = torch.Generator().manual_seed(self.seed)
                 noise = torch.randn(parameter.shape, generator=generator, dtype=self.dtype)
                 parameter.data.add_(0.1 * noise)

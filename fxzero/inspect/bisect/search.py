@@ -340,14 +340,14 @@ def _compared(
     if gone:
         return Check(number, part, behind, gone, math.inf, 0, len(found))
     worst, most, where, count = "", 0.0, 0, 0
-    largest = largest_by_kind(expected)
+    largest, rounding = largest_by_kind(expected), rounding_share(tolerance)
     for name, values in found.items():
         if name not in expected:
             expected[name] = [value.clone() for value in values]
             continue
         count += 1
+        least = largest[kind_of(name)] * rounding
         for rank, (value, right) in enumerate(zip(values, expected[name], strict=True)):
-            least = largest[kind_of(name)] * rounding_share(tolerance)
             share = difference(value, right, least)
             if not share <= most or not worst:
                 worst, most, where = name, share, rank

@@ -129,7 +129,7 @@ FAULTS = (
     Fault(
         "a gradient that is rounding is held against itself",
         "fxzero/inspect/bisect/search.py",
-        "largest[kind_of(name)] * rounding_share(tolerance)",
+        "largest[kind_of(name)] * rounding",
         "0.0",
         "tests/inspect/test_bisect.py::test_no_pass_is_blamed_for_rounding",
     ),
