@@ -57,7 +57,8 @@ def print_schedule(console: Console, row: ScheduleRow) -> None:
         f"{row.exposed_us / 1e3:,.2f} waiting for transfers; busy: {busy or 'nothing'}\n"
         f"  peak {size(row.peak_bytes)} at {row.peak_node}: {held}"
         + (f"\n  in the host's memory: {size(row.host_bytes)}" if row.host_bytes else "")
-        + (f", on disk: {size(row.disk_bytes)}" if row.disk_bytes else ""),
+        + (f", on disk: {size(row.disk_bytes)}" if row.disk_bytes else "")
+        + (f"\n  not counted: what {' and '.join(row.left_out)} holds" if row.left_out else ""),
         highlight=False,
     )
 

@@ -88,6 +88,8 @@ class ScheduleRow:
     """What is held in the host's memory meanwhile."""
     disk_bytes: int = 0
     """What is held on disk: all else is the device's."""
+    left_out: tuple[str, ...] = ()
+    """What no figure counts: own steps of optimizers that do not run on tensors without values."""
 
     @staticmethod
     def of(number: int, compilation: Compilation) -> ScheduleRow | None:
@@ -112,6 +114,7 @@ class ScheduleRow:
             peak_node=memory.peak_node,
             host_bytes=memory.host_bytes,
             disk_bytes=memory.disk_bytes,
+            left_out=memory.left_out,
         )
 
 

@@ -27,6 +27,7 @@ from fxzero.compiler.config import Config
 from fxzero.compiler.dump_folder import only_looked_at
 from fxzero.compiler.plan import Plan
 from fxzero.errors import CaptureError, ConfigError
+from fxzero.inspect.optimizer import adamw
 from fxzero.inspect.targets import DEFAULT_ROWS, Batch, Sizes, model_and_batch, raised_at
 from fxzero.regions.region import regions_to_look_at
 from fxzero.sharding.precision import Precision
@@ -336,7 +337,7 @@ def _run_step(
         )
     step = TrainStep(
         model,
-        torch.optim.AdamW(trained, fused=True),
+        adamw(trained),
         None,
         micro_batches=micro_batches,
         clip_grad_norm=clip_grad_norm,

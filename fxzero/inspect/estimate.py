@@ -224,6 +224,11 @@ class _Step:
             )
         analysis = Analysis.of(captured)
         (row,) = analysis.schedules
+        if row.left_out:
+            raise CaptureError(
+                f"the memory of the step of {self.target.name} is not known: {row.left_out[0]} does "
+                "not run on tensors without values, which would say what it holds."
+            )
         stage = StageEstimate(
             zero=zero,
             model_state_bytes=analysis.states.num_bytes,

@@ -110,6 +110,8 @@ class Memory:
     """What is held in the host's memory: the arena, and the disk's buffers."""
     disk_bytes: int = 0
     """What is held on disk. All else is the device's."""
+    left_out: tuple[str, ...] = ()
+    """Optimizers' own steps of which nobody knows what they hold: it is not counted."""
 
     def by_kind(self) -> dict[str, int]:
         """Bytes at the peak by what they are for."""
@@ -136,6 +138,8 @@ class Program:
     """By task: the nodes that run as one."""
     temporary: Mapping[int, int] = field(default_factory=dict)
     """By task, where there is any: the bytes that it needs beside its results while it runs."""
+    left_out: tuple[str, ...] = ()
+    """As in `Memory`."""
 
     def run(self) -> Simulation:
         """Replay one step, or where a step starts something for the next one the second of two."""
@@ -222,6 +226,7 @@ class Program:
             transfers_bytes=self._of_transfers().peak_bytes,
             host_bytes=on_host + found.peaks.get(Pool.HOST, 0),
             disk_bytes=on_disk,
+            left_out=self.left_out,
         )
 
     def _of_transfers(self) -> engine.Replay:
@@ -329,6 +334,7 @@ def tasks_of(graph: StepGraph, costs: CostModel, *, fuses: bool) -> Program:
         tuple(resident),
         tuple(map(tuple, storages.groups)),
         {place[node]: num_bytes for node, num_bytes in storages.temporary.items() if num_bytes},
+        tuple(storages.left_out),
     )
 
 

@@ -10,7 +10,8 @@ What counts besides the values of nodes:
                  then
     region       its temporaries while it runs: see `fxzero.cost.region_memory`
     operator     what it says that it allocates: see `fxzero.cost.workspace`
-    own step     of an optimizer without a fused kernel: its state, and what it makes meanwhile
+    own step     of an optimizer without a fused kernel: its state, and what it makes meanwhile;
+                 nothing, and it is said, where that cannot be found out
     inputs       parameters, optimizer state and the batch live throughout
 
 Caching allocators, code and library buffers are not counted.
@@ -111,6 +112,8 @@ class Storages:
     """By the first node of a group, the bytes that it needs beside its results while it runs."""
     of: dict[fx.Node, list[Storage]] = field(default_factory=dict)
     """By node, what its value is in: of a list, one for each tensor."""
+    left_out: list[str] = field(default_factory=list)
+    """Own steps of optimizers that could not be rehearsed, and so hold more than is counted."""
 
 
 def regions_of(graph: StepGraph) -> list[Cutout]:
@@ -315,10 +318,12 @@ class _Walk:
         """An optimizer's own step, whose state is no input of the graph."""
         self.storage[node] = []
         memory = memory_of_own_step(node)
-        if memory is not None:
-            state = self._make(node, memory.state_bytes, Kind.OPTIMIZER_STATE, None)
-            state.stays = True
-            self.found.temporary[node] = memory.workspace_bytes
+        if memory is None:
+            self.found.left_out.append(repr(node.target))
+            return
+        state = self._make(node, memory.state_bytes, Kind.OPTIMIZER_STATE, None)
+        state.stays = True
+        self.found.temporary[node] = memory.workspace_bytes
 
     def _part(self, node: fx.Node) -> None:
         source, position = node.args

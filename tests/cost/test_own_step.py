@@ -20,7 +20,8 @@ from fxzero._compat import allocations_on
 from fxzero.cost import own_step
 from fxzero.cost.own_step import OwnStepMemory, memory_of_own_step
 from fxzero.errors import ConfigError, FxZeroWarning
-from fxzero.graph import Role
+from fxzero.graph import Role, StepGraph
+from fxzero.schedule.simulate import simulate_memory
 from tests.schedule.test_memory import allocated_peak_bytes
 from tests.stepping import compiled_step, step_graph
 from tests.tracing import of_role
@@ -58,16 +59,19 @@ def held_by(optimizer: Optimizer) -> int:
     return sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor))
 
 
-def found(kind: str) -> OwnStepMemory:
-    """As the graph of a whole step says it."""
-    graph = step_graph(
+def _graph_of(optimizer: Callable[[Any], Optimizer]) -> StepGraph:
+    return step_graph(
         lambda: (Layers(), (torch.randn(ROWS, 256),)),
         zero=0,
         world_size=1,
-        optimizer=KINDS[kind],
+        optimizer=optimizer,
         options=EAGER,
     )
-    (update,) = of_role(graph, Role.UPDATE)
+
+
+def found(kind: str) -> OwnStepMemory:
+    """As the graph of a whole step says it."""
+    (update,) = of_role(_graph_of(KINDS[kind]), Role.UPDATE)
     memory = memory_of_own_step(update)
     assert memory is not None
     return memory
@@ -185,3 +189,9 @@ def test_what_cannot_be_found_out_is_said(kind: Callable[[Any], Optimizer]) -> N
             optimizer=kind,
             options=options,
         )
+    torch._dynamo.reset()
+    memory = simulate_memory(_graph_of(kind), fuses=True)
+    name = "NAdam" if kind is patched else kind.__name__
+    assert memory.left_out == (f"{name}_step",)
+    assert "optimizer_state" not in memory.by_kind()
+    assert not simulate_memory(_graph_of(optim.NAdam), fuses=True).left_out

@@ -100,6 +100,41 @@ def test_frozen_parameters_have_no_gradient_and_no_moments() -> None:
     assert (states.gradient_bytes, states.optimizer_bytes) == (part, 2 * part)
 
 
+class _Complex(nn.Module):
+    """A complex parameter, of which torch has no fused update, before a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed = nn.Parameter(torch.zeros(96, 96, dtype=torch.complex64))
+        self.real = nn.Linear(96, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 96) → scalar."""
+        return self.real((x.to(self.mixed.dtype) @ self.mixed).abs()).square().mean()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_what_the_optimizer_updates_by_itself_has_state_too(zero: int) -> None:
+    target = Target("complex", _Complex)
+    found = estimate(
+        target, world_size=2, stages=[zero], inputs="x=float32[B,96]", batch_size=2, cluster="laptop"
+    )
+    stage = found.stages[zero]
+    ranks = 2 if zero == 3 else 1
+    assert stage.states.optimizer_bytes == 2 * (8 * 96 * 96 + 4 * (96 * 96 + 96)) // ranks
+    counts = 3 * 4  # of the steps of three parameters, which are no model states
+    assert stage.bytes_by_kind["optimizer_state"] == stage.states.optimizer_bytes + counts
+    assert stage.peak_bytes >= stage.states.optimizer_bytes + stage.states.parameter_bytes
+
+
+def test_memory_that_nobody_knows_is_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxzero.schedule.storage.memory_of_own_step", lambda update: None)
+    with pytest.raises(CaptureError, match=r"AdamW_step does not run on tensors without values"):
+        estimate(
+            Target("complex", _Complex), world_size=2, inputs="x=float32[B,96]", batch_size=2
+        )
+
+
 def test_time_traffic_and_share_of_the_peak() -> None:
     """Figures follow from each other, and micro-batches count all of a step's products."""
     build = lambda: gpt_bench(num_layers=2)  # noqa: E731

@@ -106,6 +106,15 @@ def test_names_are_shown_as_text(opened: Open) -> None:
     assert shown.locator("img").count() == 0
 
 
+def test_what_is_not_counted_is_said(opened: Open) -> None:
+    found = small()
+    shown = opened(found)
+    assert "Not counted" not in shown.inner_text("#panel-overview")
+    rows = tuple(replace(row, left_out=("Shampoo_step",)) for row in found.schedules)
+    shown = opened(replace(found, schedules=rows))
+    assert "Not counted: what Shampoo_step holds." in shown.inner_text("#panel-overview")
+
+
 def test_a_whole_step_says_what_is_drawn_once(opened: Open) -> None:
     """Micro-steps by number in the graph; the optimizer behind them."""
     shown = opened(small_step())

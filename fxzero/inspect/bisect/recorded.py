@@ -26,6 +26,7 @@ from fxzero.compiler.dump_folder import only_looked_at
 from fxzero.errors import FxZeroWarning
 from fxzero.graph import StepGraph
 from fxzero.inspect.capture import fake_ranks, scalar_of
+from fxzero.inspect.optimizer import adamw
 from fxzero.inspect.targets import Batch, Sizes, model_and_batch
 from fxzero.sharding.precision import Precision
 from fxzero.sharding.shard import shard
@@ -209,7 +210,7 @@ def one_step(case: Case, config: Config, rank: int | None = None) -> Callable[[]
         trained = [p for p in model.parameters() if p.requires_grad]
         step = TrainStep(
             model,
-            torch.optim.AdamW(trained, fused=True, lr=LR),
+            adamw(trained, lr=LR),
             None,
             micro_batches=case.micro_batches,
             clip_grad_norm=case.clip_grad_norm,

@@ -11,6 +11,7 @@ from fxzero._compat import pytree
 from fxzero.errors import CaptureError
 from fxzero.inspect.bisect.recorded import LR, Case
 from fxzero.inspect.capture import scalar_of
+from fxzero.inspect.optimizer import adamw
 from fxzero.inspect.targets import Batch
 
 
@@ -49,7 +50,7 @@ def eager(case: Case) -> dict[str, list[Tensor]]:
         if case.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip_grad_norm)
         trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, fused=True, lr=LR)
+        optimizer = adamw(trained, lr=LR)
         optimizer.step()
         largest = max((_largest(mean) for mean in means), default=0.0)
         for name, mean in zip(names, means, strict=True):

@@ -35,9 +35,10 @@ const overviewPanel = (data, graph, view, go) => {
     el("tr", {}, el("th", { scope: "row" }, swatch(colourOf(lane)), words(lane)), el("td", { class: "grow" }, bar(schedule.makespan_us ? us / schedule.makespan_us : 0, colourOf(lane), percent(schedule.makespan_us ? us / schedule.makespan_us : 0))), el("td", { class: "right" }, time(us))))));
   const held = el("table", { class: "plain" }, el("caption", { class: "unseen" }, "What the peak is made of"), el("tbody", {}, kinds.sort((a, b) => b[1] - a[1]).map(([kind, amount]) =>
     el("tr", {}, el("th", { scope: "row" }, swatch(colourOf(kind)), words(kind)), el("td", { class: "grow" }, bar(amount / schedule.peak_bytes, colourOf(kind), percent(amount / schedule.peak_bytes))), el("td", { class: "right" }, bytes(amount))))));
+  const leftOut = (schedule.left_out || []).length ? [hint(`Not counted: what ${schedule.left_out.join(" and ")} holds.`)] : [];
   parts.push(el("div", { class: "two" },
     card("How busy each lane is", lanes),
-    card("What the peak is made of", stackedBar(kinds.map(([kind, amount]) => [kind, amount, bytes(amount)]), schedule.peak_bytes, "The peak"), held)));
+    card("What the peak is made of", ...leftOut, stackedBar(kinds.map(([kind, amount]) => [kind, amount, bytes(amount)]), schedule.peak_bytes, "The peak"), held)));
   const rows = data.passes.filter((row) => row.graph === graph.graph);
   rows.forEach((row, i) => { row.order = i; });
   const diffOf = (row) => detail && detail.diffs.find((diff) => diff.row === row.order);
