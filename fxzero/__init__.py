@@ -31,6 +31,7 @@ from fxzero.errors import (
 from fxzero.ranks.groups import init_distributed
 from fxzero.sharding import ops as _ops
 from fxzero.sharding import pipeline as _pipeline
+from fxzero.sharding import shard as _shard
 from fxzero.sharding.leftovers import reduce_leftovers
 from fxzero.sharding.params import Traffic
 from fxzero.sharding.precision import Precision
@@ -69,6 +70,7 @@ def _write_graph(compilation: _Any) -> None:
 
 _pipeline.find_holders = _find_holders
 _dump_folder.write_graph = _write_graph
+_shard.when_sharded = _dump_folder.expect
 
 __version__ = "0.1.0"
 

@@ -4,12 +4,16 @@
     DIR/rank0/graph0/…             one graph: see `fxzero.inspect.dump`
 
 A process empties its own rank's folder before it first writes there, if it is an earlier dump's;
-a folder that holds something else is left alone, and refused.
+a folder that holds something else is left alone, and refused. A process that was to write and has
+compiled nothing says so when it ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import logging
 import os
 import re
 import shutil
@@ -32,6 +36,8 @@ HEAD = "dump.json"
 PROFILE = ".trace.json.gz"
 """What the name of a profile ends with, behind the part's."""
 
+log = logging.getLogger("fxzero")
+
 
 def asked_for(option: str) -> str:
     """The folder that somebody has asked for, by option or environment; empty for none."""
@@ -50,6 +56,40 @@ def only_looked_at() -> Iterator[None]:
         yield
     finally:
         _only_looked_at.pop()
+
+
+def expect(option: str = "") -> None:
+    """Have it said at this process's end if it has written no graph into the folder that was asked
+    for: nobody calls a compiler of which nothing is compiled."""
+    folder = asked_for(option)
+    if folder:
+        _say_at_the_end(folder, os.getpid())
+
+
+@functools.cache
+def _say_at_the_end(folder: str, process: int) -> None:
+    """Once, however often it is asked for."""
+    atexit.register(_say_if_nothing_is_in, folder, process)
+
+
+def _say_if_nothing_is_in(folder: str, process: int) -> None:
+    if process != os.getpid():  # a fork's end is not that of the run
+        return
+    path = _absolute(folder)
+    of_ranks = [
+        ranks
+        for (_, pid), ranks in _folders.items()
+        if pid == process and ranks.path.parent == path
+    ]
+    if any(ranks.heads for ranks in of_ranks):
+        return
+    is_older = not of_ranks and any(path.glob(f"rank*/{HEAD}"))
+    log.warning(
+        "dump=%r: fxzero compiled nothing in this process, so that no dump was written%s. Is the "
+        "model called through torch.compile(model, backend='fxzero'), or through compile_step?",
+        folder,
+        ", and the one that is there is of an earlier run" if is_older else "",
+    )
 
 
 @dataclass(eq=False)
@@ -84,12 +124,16 @@ def rank_folder(folder: str) -> RankFolder:
         ConfigError: it cannot be written to, or holds something that is no dump.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    path = Path(folder).expanduser().absolute() / f"rank{rank}"
+    path = _absolute(folder) / f"rank{rank}"
     key = (str(path), os.getpid())
     if key not in _folders:
         _empty(path)
         _folders[key] = RankFolder(path)
     return _folders[key]
+
+
+def _absolute(folder: str) -> Path:
+    return Path(folder).expanduser().absolute()
 
 
 def _empty(path: Path) -> None:

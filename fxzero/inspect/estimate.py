@@ -226,8 +226,8 @@ class _Step:
         (row,) = analysis.schedules
         if row.left_out:
             raise CaptureError(
-                f"the memory of the step of {self.target.name} is not known: {row.left_out[0]} does "
-                "not run on tensors without values, which would say what it holds."
+                f"the memory of the step of {self.target.name} is not known: {row.left_out[0]} "
+                "does not run on tensors without values, which would say what it holds."
             )
         stage = StageEstimate(
             zero=zero,

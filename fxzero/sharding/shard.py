@@ -82,6 +82,11 @@ MIXED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 statistics that stay fp32 buffers; it takes no mixture of the two."""
 
 
+when_sharded: Callable[[], None] | None = None
+"""Called when a model was sharded, which somebody means to compile: put in here by the package,
+as what compiles stands above."""
+
+
 def shard(
     model: nn.Module,
     zero: int = 0,
@@ -228,6 +233,8 @@ def shard(
         if splits:
             guard(model, mesh)
         return_free_memory()
+    if when_sharded is not None:
+        when_sharded()
     return model
 
 

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fxzero import _compat
 from fxzero._compat import pytree
 from fxzero.checkpoint.state import TrainState
+from fxzero.compiler import dump_folder
 from fxzero.compiler.config import Config
 from fxzero.compiler.pipelines import step_passes
 from fxzero.errors import BatchError, CaptureError, ConfigError, FxZeroError, FxZeroWarning
@@ -180,6 +181,8 @@ class TrainStep:
             precision.refuse_loss_scale()
         refuse_strangers(optimizer)
         set_precision(model, precision)
+        if runs:
+            dump_folder.expect(config.dump)
         specs = param_specs(model)
         scaled = any(s.compute_dtype is torch.float16 for s in specs.values())
         self.loss_scale = LossScale(precision) if scaled else None

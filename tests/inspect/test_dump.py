@@ -246,6 +246,55 @@ def test_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert analysis.details[0].measured == (), "one step is not measured"
 
 
+NOTHING = """
+import sys, torch, fxzero
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+    def forward(self, x):
+        return self.layer(x).sum()
+x, model = torch.ones(2, 4), Net()
+if sys.argv[1] == "step":
+    Net.forward = torch.compiler.disable(Net.forward)
+    optimizer = torch.optim.SGD(model.parameters())
+    fxzero.compile_step(model, optimizer, options={"dump": sys.argv[2]})(x)
+else:
+    fxzero.shard(model)
+    if sys.argv[1] == "compiled":
+        model = torch.compile(model, backend="fxzero")
+    model(x).backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_older"), [("step", False), ("eager", True), ("eager", False), ("compiled", False)]
+)
+def test_a_run_that_compiles_nothing_says_so(
+    tmp_path: Path, dump: Path, kind: str, is_older: bool
+) -> None:
+    """It leaves no dump, or that of the run before."""
+    script, folder = tmp_path / "nothing.py", tmp_path / "asked"
+    script.write_text(NOTHING)
+    if is_older:
+        shutil.copytree(dump, folder)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if kind != "step":
+        environment[VARIABLE] = str(folder)
+    ran = subprocess.run(
+        [sys.executable, str(script), kind, str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    said = "fxzero compiled nothing in this process, so that no dump was written"
+    assert (said in ran.stderr) is (kind != "compiled")
+    assert ("is of an earlier run" in ran.stderr) is is_older
+    assert bool([*folder.glob("rank0/dump.json")]) is (kind == "compiled" or is_older)
+
+
 def test_several_graphs_are_numbered(tmp_path: Path) -> None:
     """Two models of one process stand beside each other."""
     train(str(tmp_path / "two"), steps=1)

@@ -117,7 +117,12 @@ class _Complex(nn.Module):
 def test_what_the_optimizer_updates_by_itself_has_state_too(zero: int) -> None:
     target = Target("complex", _Complex)
     found = estimate(
-        target, world_size=2, stages=[zero], inputs="x=float32[B,96]", batch_size=2, cluster="laptop"
+        target,
+        world_size=2,
+        stages=[zero],
+        inputs="x=float32[B,96]",
+        batch_size=2,
+        cluster="laptop",
     )
     stage = found.stages[zero]
     ranks = 2 if zero == 3 else 1
@@ -130,9 +135,7 @@ def test_what_the_optimizer_updates_by_itself_has_state_too(zero: int) -> None:
 def test_memory_that_nobody_knows_is_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxzero.schedule.storage.memory_of_own_step", lambda update: None)
     with pytest.raises(CaptureError, match=r"AdamW_step does not run on tensors without values"):
-        estimate(
-            Target("complex", _Complex), world_size=2, inputs="x=float32[B,96]", batch_size=2
-        )
+        estimate(Target("complex", _Complex), world_size=2, inputs="x=float32[B,96]", batch_size=2)
 
 
 def test_time_traffic_and_share_of_the_peak() -> None:
