@@ -26,9 +26,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+DYNAMOS_WORDS = "\n\nSet TORCHDYNAMO_VERBOSE"
+"""Where its advice begins, to those who would debug Dynamo."""
+
 
 class FxZeroError(Exception):
     """Root of everything that fxzero raises on purpose."""
+
+    def __str__(self) -> str:
+        """The message, without what Dynamo adds to whatever passes through it."""
+        return super().__str__().partition(DYNAMOS_WORDS)[0]
 
 
 class ConfigError(FxZeroError, ValueError):

@@ -225,41 +225,51 @@ def check_companions(wants: dict[str, tuple[bool, str, bool]]) -> None:
             raise ConfigError(f"{option} has a meaning only with {needed}")
 
 
-def settings_of(text: str, cluster: str | None, keep_text: bool) -> Config:
+def settings_of(
+    text: str, cluster: str | None, keep_text: bool, option: str = "--options"
+) -> Config:
     """The compiler's settings, of ``--options`` and ``--cluster``.
+
+    Args:
+        option: what the text was given by.
 
     Raises:
         ConfigError: they are no settings, or contradict each other.
     """
-    values = read_json(text)
+    values = read_json(text, option)
+    named = option.replace("options", "cluster")
     if cluster is not None:
         cost = values.get("cost", {})
         own = cost.get("cluster", cluster) if isinstance(cost, dict) else cluster
         if own != cluster:
-            raise ConfigError(f"--cluster {cluster} and --options' cost.cluster={own!r} differ")
+            raise ConfigError(f"{named} {cluster} and {option}' cost.cluster={own!r} differ")
         if isinstance(cost, dict):
             values["cost"] = {**cost, "cluster": cluster}
     if keep_text:
         values["keep_text"] = True
-    return Config.from_options(values)
+    try:
+        return Config.from_options(values)
+    except ConfigError as error:
+        is_the_clusters = cluster is not None and str(error).startswith("cost.cluster=")
+        raise ConfigError(f"{named if is_the_clusters else option}: {error}") from None
 
 
-def read_json(text: str) -> dict[str, Any]:
+def read_json(text: str, option: str) -> dict[str, Any]:
     """A JSON object whose keys stand there once."""
 
     def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ConfigError(f"--options={text!r} sets {', '.join(twice)} twice")
+            raise ConfigError(f"{option}={text!r} sets {', '.join(twice)} twice")
         return dict(pairs)
 
     try:
         value = json.loads(text, object_pairs_hook=unique)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"--options={text!r} is no JSON: {error}") from None
+        raise ConfigError(f"{option}={text!r} is no JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"--options={text!r} must be a JSON object")
+        raise ConfigError(f"{option}={text!r} must be a JSON object")
     return value
 
 

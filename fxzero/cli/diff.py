@@ -94,6 +94,7 @@ def diff(
             options=options if other_options is None else other_options,
             zero=zero if other_zero is None else other_zero,
             cluster=cluster if other_cluster is None else other_cluster,
+            side="other-",
         )
         if one == other:
             raise ConfigError(

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fxzero.errors import CheckpointError, DiskError, FxZeroError, FxZeroWarning
+from fxzero.errors import DYNAMOS_WORDS, CheckpointError, DiskError, FxZeroError, FxZeroWarning
 from fxzero.inspect.targets import raised_at
 
 FAILED = 1
@@ -65,7 +65,7 @@ def as_sentences(
 
 def say(kind: str, message: str, style: str = "bold red") -> None:
     """A sentence on the standard error."""
-    text = message.partition("\n\nSet TORCHDYNAMO_VERBOSE")[0]
+    text = message.partition(DYNAMOS_WORDS)[0]
     Console(stderr=True, soft_wrap=True).print(
         f"[{style}]{kind}[/]: {escape(text)}", highlight=False
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ class Subject:
     inference: bool = False
     mesh: tuple[int, ...] = ()
     """Of the axes that parameters lie on: see `fxzero.inspect.capture`."""
+    side: str = field(default="", compare=False)
+    """What its options are called with, where a command has two subjects: ``other-``."""
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], **others: Any) -> Subject:
@@ -55,7 +57,7 @@ class Subject:
             arguments: all that it has, by name.
             others: fields that have another name there.
         """
-        own = [field.name for field in fields(cls) if field.name != "mesh"]  # a command reads it
+        own = [f.name for f in fields(cls) if f.name not in ("mesh", "side")]  # a command says them
         named = {name: arguments[name] for name in own if name in arguments}
         return cls(**named, **others)
 
@@ -77,10 +79,9 @@ class Subject:
         """
         if self.is_dump:
             given = [
-                f"--{field.name.replace('_', '-')}"
-                for field in fields(self)
-                if field.name not in ("target", "rank")
-                and getattr(self, field.name) != field.default
+                f"--{f.name.replace('_', '-')}"
+                for f in fields(self)
+                if f.name not in ("target", "rank", "side") and getattr(self, f.name) != f.default
             ]
             if given:
                 raise ConfigError(
@@ -103,6 +104,7 @@ class Subject:
         )
         if self.rank >= self.world_size:
             raise ConfigError(f"rank {self.rank} is not in a world of {self.world_size} ranks")
+        self.config()
         _ = self._found
 
     @cached_property
@@ -143,7 +145,7 @@ class Subject:
 
     def config(self, *, keep_text: bool = False) -> Config:
         """The compiler's settings."""
-        return settings_of(self.options, self.cluster, keep_text)
+        return settings_of(self.options, self.cluster, keep_text, f"--{self.side}options")
 
     def analysis(self, *, texts: bool = False) -> Analysis:
         """All that is known of it, in detail.

@@ -66,7 +66,7 @@ def _rehearsed(step: OwnStep, values: Sequence[Tensor]) -> OwnStepMemory | None:
     state_bytes = 0
 
     def make() -> Any:
-        optimizer = _stand_in(step, values)
+        optimizer = at_its_first_step(step, [_without_values(value) for value in values])
 
         def twice() -> None:
             nonlocal state_bytes
@@ -99,16 +99,22 @@ def _may_be_copied(optimizer: Optimizer) -> bool:
     return all(isinstance(value, plain) for value in others)
 
 
-def _stand_in(step: OwnStep, values: Sequence[Tensor]) -> Optimizer:
-    """A copy of an optimizer at its first step, for parameters without values, that nobody
-    watches."""
-    of_parameter: dict[int, nn.Parameter] = {}
-    for parameter, value in zip(step.parameters, values, strict=True):
-        like = torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device=value.device
-        )
-        made = of_parameter[id(parameter)] = nn.Parameter(like)
-        made.grad = torch.empty_like(like)
+def _without_values(value: Tensor) -> nn.Parameter:
+    """A parameter of a value's layout, and its gradient."""
+    like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    made = nn.Parameter(like)
+    made.grad = torch.empty_like(like)
+    return made
+
+
+def at_its_first_step(step: OwnStep, parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """A copy of an optimizer that has no state yet and that nobody watches.
+
+    Args:
+        step: the optimizer's.
+        parameters: what the copy updates in the place of the step's, in their order.
+    """
+    of_parameter = {id(own): p for own, p in zip(step.parameters, parameters, strict=True)}
     optimizer: Optimizer = object.__new__(type(step.optimizer))
     vars(optimizer).update(vars(step.optimizer))
     vars(optimizer).pop("step", None)  # a scheduler's, which counts

@@ -6,9 +6,11 @@ import re
 
 from torch import fx
 
-_ROOT = re.compile(r"^(L\['args'\]\[\d+\]|[LG]\['[^']*'\])\.?")
+_ROOT = re.compile(r"^(L\['args'\]\[\d+\]|[LG]\['[^']*'\])")
 """What a path begins with: a decorated forward has the root module among its ``*args``."""
-_INDEXED = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
+_QUOTED = re.compile(r"(?:\._modules)?\[(['\"])(.*?)\1\](?=[.\[]|$)")
+"""A name that is an index, as Dynamo writes one that is no identifier: brackets may be in it."""
+_NUMBERED = re.compile(r"\[(\d+)\]")
 
 
 def module_path(node: fx.Node) -> str | None:
@@ -18,5 +20,12 @@ def module_path(node: fx.Node) -> str | None:
         return None
     path = next(reversed(stack.values()))
     path = path[0] if isinstance(path, tuple) else path
-    path = _INDEXED.sub(r".\1", _ROOT.sub("", str(path)))
-    return path.replace("_orig_mod.", "").removeprefix("_orig_mod").strip(".")
+    path = _ROOT.sub("", str(path))
+    parts = _QUOTED.split(path)  # text, quote, name, text, …
+    named = zip(parts[3::3], parts[2::3], strict=True)
+    path = _numbered(parts[0]) + "".join(f".{name}{_numbered(text)}" for text, name in named)
+    return path.replace("_orig_mod.", "").strip(".").removeprefix("_orig_mod")
+
+
+def _numbered(text: str) -> str:
+    return _NUMBERED.sub(r".\1", text)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ def write_graph(compilation: Compilation) -> None:
         _write_decided(path, number, compilation)
         parts = folder.heads.setdefault(number, {"graph": number})
         parts["parts"] = list(compilation.measured)
+        parts["bytes"] = {name: file.stat().st_size for name, file in _decided_files(path)}
         head = {
             "format": FORMAT,
             "torch": torch.__version__,
@@ -107,6 +108,15 @@ def _write_decided(path: Path, number: int, compilation: Compilation) -> None:
     groups = layout.optimizer.param_groups if layout is not None else ()
     program = program_of(compilation.scheduled or graph, _world_size(), _rank(), groups)
     (path / "schedule.py").write_text(program)
+
+
+def _decided_files(path: Path) -> Iterator[tuple[str, Path]]:
+    """The files of a graph's folder that are written once and may be cut short without a trace to
+    who reads others, with a name for each."""
+    for name in ("plan.json", "schedule.py"):
+        yield name, path / name
+    for file in sorted((path / "passes").glob("[0-9][0-9]*_*.txt")):
+        yield f"passes/{file.name.partition('_')[0]}", file
 
 
 def _captured(compilation: Compilation, graph: StepGraph) -> Capture:
@@ -246,7 +256,27 @@ def _read_graph(folder: Path, part: Any) -> Analysis:
         )
         for detail in found.details
     )
+    _check_whole(path, part.get("bytes"))
     return replace(found, details=details)
+
+
+def _check_whole(path: Path, sizes: Any) -> None:
+    """See that the files of a graph have the bytes that were written, whoever reads them.
+
+    Raises:
+        ConfigError: one is missing, or shorter.
+    """
+    if not isinstance(sizes, Mapping):  # a dump of before sizes were written
+        return
+    held = {name: file.stat().st_size for name, file in _decided_files(path) if file.is_file()}
+    for name, size in sizes.items():
+        if name not in held:
+            raise ConfigError(f"{path / str(name)} is missing: the dump was cut short. Dump again.")
+        if isinstance(size, int) and held[name] < size:
+            raise ConfigError(
+                f"{path / name} has {held[name]} bytes, and {size} were written: the dump was cut "
+                "short. Dump again."
+            )
 
 
 def _text(path: Path, number: int) -> str:

@@ -70,7 +70,8 @@ def _fitting(name: str, pattern: str) -> str:
     parts = name.split(".")
     prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
     depth = pattern.count(".") + 1
-    return next((p for p in prefixes if p.count(".") + 1 == depth and fnmatchcase(p, pattern)), "")
+    fits = (p for p in prefixes if p.count(".") + 1 == depth)
+    return next((p for p in fits if p == pattern or fnmatchcase(p, pattern)), "")
 
 
 def _kind(row: NodeRow) -> tuple[str, str, str, int]:

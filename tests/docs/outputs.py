@@ -94,7 +94,7 @@ def execute(code: str) -> str:
 
 def _reason(error: Exception) -> str:
     """What an error says, without torch's advice on how to see more of its stack."""
-    return str(error).partition("\n\nSet TORCHDYNAMO_VERBOSE")[0].strip()
+    return str(error).strip()
 
 
 @contextlib.contextmanager

@@ -356,6 +356,29 @@ def test_a_missing_file(copy: Path) -> None:
         read(str(copy))
 
 
+@pytest.mark.parametrize("file", ["plan.json", "schedule.py", "passes/02_*.txt"])
+def test_cut_short_where_nobody_reads(copy: Path, file: str) -> None:
+    """What one command does not need another one does."""
+    (path,) = (copy / "rank0" / "graph0").glob(file)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(ConfigError, match=rf"has {len(whole) - 1} bytes, and {len(whole)} were"):
+        read(str(copy))
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"is missing|instead of one"):
+        read(str(copy))
+
+
+def test_of_before_sizes_were_written(copy: Path) -> None:
+    """A dump without them is read."""
+    path = copy / "rank0" / HEAD
+    head = json.loads(path.read_text())
+    for graph in head["graphs"]:
+        del graph["bytes"]
+    path.write_text(json.dumps(head))
+    assert read(str(copy))
+
+
 def test_a_missing_text(copy: Path) -> None:
     """Of one pass."""
     next((copy / "rank0" / "graph0" / "passes").glob("03_*")).unlink()
@@ -412,9 +435,11 @@ def test_names_are_no_paths(copy: Path) -> None:
 def test_a_program_is_not_run_by_reading(copy: Path) -> None:
     """Nor by showing it."""
     file = copy / "rank0" / "graph0" / "schedule.py"
-    file.write_text("raise SystemExit('executed')")
+    code = "raise SystemExit('executed')\n" * 1000
+    assert len(code) > file.stat().st_size, "a shorter one is cut short"
+    file.write_text(code)
     read(str(copy))
-    assert programs(str(copy), 0) == ["raise SystemExit('executed')"]
+    assert programs(str(copy), 0) == [code]
 
 
 def test_traces_of_it(dump: Path) -> None:

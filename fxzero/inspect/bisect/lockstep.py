@@ -17,9 +17,10 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from fxzero._compat import OpOverload, arguments_of
+from fxzero._compat import OpOverload, arguments_of, step_without_hooks
+from fxzero.cost.own_step import at_its_first_step
 from fxzero.errors import VerificationError
 from fxzero.graph import StepGraph
 from fxzero.graph.launch import wait
@@ -27,6 +28,7 @@ from fxzero.graph.node_text import node_line
 from fxzero.graph.pieces import Piece
 from fxzero.runtime import collectives
 from fxzero.runtime.slab import Places, slab, vacate
+from fxzero.runtime.updates import OwnStep, ready
 from fxzero.sharding.params import ParamSpec
 
 _c10d = torch.ops._c10d_functional
@@ -115,6 +117,8 @@ class Lockstep:
                 for tensor in tensors:
                     _spoil(tensor)
             return [None] * len(sent)
+        if isinstance(target, OwnStep):
+            return [_own_step(target, *args) for args, _ in arguments]
         return [target(*args, **kwargs) for args, kwargs in arguments]
 
     def launch(self, sent: Sequence[Sequence[Tensor]], collective: Any) -> Values:
@@ -223,6 +227,23 @@ class Lockstep:
         """Each rank's rows of the mean gradient."""
         mean = _mean([grad.to(specs[0].reduce_dtype) for grad in grads]).to(specs[0].dtype)
         return [mean.clone() if s.shard_group is None else mean[s.local_rows] for s in specs]
+
+
+def _own_step(
+    step: OwnStep,
+    params: list[Tensor],
+    grads: list[Tensor],
+    scale: Tensor | None,
+    skip: Tensor | None,
+) -> None:
+    """An optimizer's own step on one rank's parts. The optimizer itself has parameters of a model
+    that is laid out over ranks which are not there."""
+    if skip is not None and skip.item():
+        return
+    parts = [nn.Parameter(param) for param in params]
+    for part, grad in zip(parts, ready(grads, params, scale), strict=True):
+        part.grad = grad
+    step_without_hooks(at_its_first_step(step, parts))
 
 
 def _own(value: Any) -> Any:

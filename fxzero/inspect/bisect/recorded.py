@@ -66,7 +66,8 @@ class Case:
         torch.manual_seed(self.seed + 1 + rank)
         other, batch = model_and_batch(self.build(), sizes)
         other.load_state_dict(state)
-        other.to(self.dtype)
+        for tensor in (*other.parameters(), *other.buffers()):
+            tensor.data = self._cast(tensor.data)
         for module in other.modules():
             if isinstance(module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)):
                 module.p = 0.0
@@ -75,9 +76,9 @@ class Case:
         for parameter in other.parameters():
             # What begins with zeros or ones lets many a mistake through.
             is_number = parameter.dtype.is_floating_point or parameter.dtype.is_complex
-            if is_number and parameter.unique().numel() == 1:
+            if is_number and parameter.numel() and _is_constant(parameter):
                 generator = torch.Generator().manual_seed(self.seed)
-                noise = torch.randn(parameter.shape, generator=generator, dtype=self.dtype)
+                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
                 parameter.data.add_(0.1 * noise)
         return other.train(not self.evaluates and other.training), self.cast(batch)
 
@@ -85,11 +86,21 @@ class Case:
         """A batch whose floating-point tensors have the case's dtype."""
 
         def casts(value: Any) -> Any:
-            floats = isinstance(value, Tensor) and value.dtype.is_floating_point
-            return value.to(self.dtype) if floats else value
+            return self._cast(value) if isinstance(value, Tensor) else value
 
         args, kwargs = pytree.tree_map(casts, (batch.args, dict(batch.kwargs)))
         return Batch(tuple(args), kwargs)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        """In the case's dtype, or in the complex one of its precision."""
+        if tensor.is_complex():
+            return tensor.to(torch.complex128 if self.dtype == torch.float64 else torch.complex64)
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    """Whether all elements are one number."""
+    return bool((tensor == tensor.flatten()[0]).all())
 
 
 @dataclass(frozen=True)

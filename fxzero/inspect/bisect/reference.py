@@ -24,6 +24,7 @@ def eager(case: Case) -> dict[str, list[Tensor]]:
     of a whole step, full parameters and optimizer states behind AdamW's.
 
     Raises:
+        CaptureError: no parameter is trained.
         DrawsError: the model gives another loss when it is run again.
     """
     losses, gradients, names = [], [], []
@@ -31,6 +32,11 @@ def eager(case: Case) -> dict[str, list[Tensor]]:
     for rank in range(case.world_size):
         model, batch = case.model_and_batch(rank)
         names = [name for name, p in model.named_parameters() if p.requires_grad]
+        if not names:
+            raise CaptureError(
+                f"{type(model).__name__} has no parameter that requires a gradient, and a loss and "
+                "its gradients are what bisect compares. Unfreeze one."
+            )
         found = _run(case, model, batch)
         _check_repeats(case, rank, found[0])
         losses.append(found[0])
@@ -60,7 +66,8 @@ def eager(case: Case) -> dict[str, list[Tensor]]:
             if _largest(mean) > 1e3 * torch.finfo(mean.dtype).eps * largest:
                 result[f"{name} after the update"] = [named[name].detach()] * case.world_size
             for word, state in optimizer.state[named[name]].items():
-                if isinstance(state, Tensor):
+                # What AdamW's own step keeps is no input of a graph.
+                if isinstance(state, Tensor) and optimizer.defaults["fused"]:
                     result[f"{word} of {name} after the update"] = [state] * case.world_size
     return result
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fxzero._compat import fake_tensors
 from fxzero.compiler.compilation import CAPTURED
 from fxzero.cost.resources import available_bytes
-from fxzero.errors import CaptureError, ConfigError, FxZeroError
+from fxzero.errors import CaptureError, ConfigError, FxZeroError, PassError, VerificationError
 from fxzero.graph import StepGraph
 from fxzero.inspect.bisect.lockstep import Lockstep
 from fxzero.inspect.bisect.recorded import (
@@ -122,7 +122,7 @@ def bisect(case: Case, observe: Callable[[Check], None] | None = None) -> Findin
         note = "The model is in eval mode: in training it draws random numbers beyond nn.Dropout."
     try:
         ranks = [record(case, rank) for rank in range(case.world_size)]
-    except FxZeroError as error:
+    except (PassError, VerificationError) as error:
         return _refused(error, tolerance)
     if case.dtype == torch.float64 and _rounds(ranks[0]):
         tolerance = TOLERANCE[torch.float32]
@@ -189,7 +189,7 @@ def _rounds(recordings: Sequence[Recording]) -> bool:
 
 
 def _refused(error: FxZeroError, tolerance: float) -> Finding:
-    """What the verifier found before anything ran."""
+    """What a pass or the verifier found before anything ran."""
     text = str(error)
     behind = re.search(r"after pass '(\w+)'", text)
     check = Check(0, JOINT, behind[1] if behind else "", "", math.nan, 0, error=text)

@@ -61,7 +61,7 @@ def _in_graph(view: View, what: str) -> list[Explanation]:
     outline = [row for row in rows if not row.piece]
     if rows:
         return [nodes.of_node(view, row) for row in outline or rows]
-    modules = [name for name in _modules(view) if fnmatchcase(name, what)]
+    modules = [name for name in _modules(view) if what == name or fnmatchcase(name, what)]
     return [subjects.of_module(view, name) for name in modules]
 
 
