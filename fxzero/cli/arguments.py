@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
 from fxzero.compiler.config import Config
 from fxzero.compiler.pipelines import loop_passes, step_passes
@@ -145,12 +144,6 @@ TracebackOption = Annotated[
     bool,
     typer.Option("--traceback", "--debug", help="Show an error's traceback, and what torch logs."),
 ]
-
-
-def console() -> Console:
-    """Where tables go: a pipe has no width, and what may be searched is not folded."""
-    found = Console()
-    return found if found.is_terminal else Console(width=200)
 
 
 def mesh_of(text: str | None, world_size: int) -> MeshShape | None:

@@ -27,10 +27,10 @@ from fxzero.cli.arguments import (
     TracebackOption,
     ZeroOption,
     check_companions,
-    console,
     settings_of,
 )
 from fxzero.cli.failures import FAILED, as_sentences
+from fxzero.cli.terminal import console
 from fxzero.errors import ConfigError
 from fxzero.graph.steady import UNROLLED
 from fxzero.inspect.bisect import Case, Finding, Timed, slow

@@ -16,8 +16,9 @@ from fxzero.checkpoint.comparing import Compared, compare
 from fxzero.checkpoint.listing import Listed, list_checkpoints
 from fxzero.checkpoint.opened import Opened, find, find_all
 from fxzero.checkpoint.verifying import Verified, verify
-from fxzero.cli.arguments import JsonOption, TracebackOption, console
+from fxzero.cli.arguments import JsonOption, TracebackOption
 from fxzero.cli.failures import FAILED, as_sentences
+from fxzero.cli.terminal import console
 from fxzero.inspect.units import size
 
 MOST_ROWS = 60

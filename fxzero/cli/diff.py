@@ -27,10 +27,10 @@ from fxzero.cli.arguments import (
     TracebackOption,
     WorldSizeOption,
     ZeroOption,
-    console,
 )
 from fxzero.cli.failures import FAILED, as_sentences
 from fxzero.cli.subject import Subject
+from fxzero.cli.terminal import console
 from fxzero.errors import ConfigError
 from fxzero.inspect.compare import Comparison, Decided, compare
 from fxzero.inspect.units import duration, size

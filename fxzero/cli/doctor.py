@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fxzero.cli.arguments import TracebackOption, check_companions, check_file, console
+from fxzero.cli.arguments import TracebackOption, check_companions, check_file
 from fxzero.cli.failures import FAILED, as_sentences
+from fxzero.cli.terminal import console
 from fxzero.doctor import Examination, Verdict, examine
 from fxzero.doctor.cluster_file import check_name, write
 from fxzero.errors import ConfigError

@@ -22,12 +22,12 @@ from fxzero.cli.arguments import (
     SeqLenOption,
     TracebackOption,
     check_companions,
-    console,
     dtype_of,
     meshes_of,
     settings_of,
 )
 from fxzero.cli.failures import as_sentences
+from fxzero.cli.terminal import console
 from fxzero.errors import ConfigError
 from fxzero.inspect.estimate import EVERY_STAGE
 from fxzero.inspect.estimate import estimate as estimate_of
@@ -159,6 +159,10 @@ def estimate(
                 raise ConfigError(
                     "--deepspeed needs --largest-layer: parameters of the largest layer, which "
                     "ZeRO-3 gathers whole"
+                )
+            if largest_layer is not None and largest_layer > params:
+                raise ConfigError(
+                    f"--largest-layer {largest_layer:g} is more than all of --params {params:g}"
                 )
             if deepspeed and world_size % gpus_per_node:
                 raise ConfigError(

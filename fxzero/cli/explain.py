@@ -31,10 +31,10 @@ from fxzero.cli.arguments import (
     TracebackOption,
     WorldSizeOption,
     ZeroOption,
-    console,
 )
 from fxzero.cli.failures import as_sentences
 from fxzero.cli.subject import Subject
+from fxzero.cli.terminal import console
 from fxzero.inspect.explain import Explanation
 from fxzero.inspect.explain import explain as explained
 

@@ -17,10 +17,10 @@ from fxzero.cli.arguments import (
     JsonOption,
     TracebackOption,
     check_companions,
-    console,
     dtype_of,
 )
 from fxzero.cli.failures import as_sentences
+from fxzero.cli.terminal import console
 from fxzero.errors import ConfigError
 from fxzero.inspect.units import several, size
 from fxzero.settings import UNITS

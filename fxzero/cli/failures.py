@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from fxzero.cli.terminal import errors
 from fxzero.errors import DYNAMOS_WORDS, CheckpointError, DiskError, FxZeroError, FxZeroWarning
 from fxzero.inspect.targets import raised_at
 
@@ -66,9 +66,7 @@ def as_sentences(
 def say(kind: str, message: str, style: str = "bold red") -> None:
     """A sentence on the standard error."""
     text = message.partition(DYNAMOS_WORDS)[0]
-    Console(stderr=True, soft_wrap=True).print(
-        f"[{style}]{kind}[/]: {escape(text)}", highlight=False
-    )
+    errors().print(f"[{style}]{kind}[/]: {escape(text)}", highlight=False)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:

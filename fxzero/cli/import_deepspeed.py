@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fxzero.cli.arguments import TracebackOption, console
+from fxzero.cli.arguments import TracebackOption
 from fxzero.cli.failures import NO_ANSWER, as_sentences
+from fxzero.cli.terminal import console
 from fxzero.errors import ConfigError
 from fxzero.integrations.deepspeed import Examined, FromDeepSpeed, Line, Verdict, examine
 from fxzero.integrations.deepspeed.lines import shown

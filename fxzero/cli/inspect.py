@@ -34,11 +34,11 @@ from fxzero.cli.arguments import (
     check_companions,
     check_file,
     check_pass,
-    console,
     mesh_of,
 )
 from fxzero.cli.failures import as_sentences
 from fxzero.cli.subject import Subject
+from fxzero.cli.terminal import console
 from fxzero.inspect import Analysis, Capture
 from fxzero.inspect.code import codes
 from fxzero.inspect.dump import programs

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
+from fxzero.cli.terminal import visible
 from fxzero.compiler.run import unified
 from fxzero.errors import ConfigError, nearest
 from fxzero.inspect import Analysis, MemoryReport, ScheduleRow
@@ -322,6 +323,6 @@ def diffs(analysis: Analysis, name: str) -> list[str]:
 def print_text(console: Console, text: str, language: str) -> None:
     """Coloured on a terminal; elsewhere every line whole, for pipes."""
     if console.is_terminal:
-        console.print(Syntax(text, language, background_color="default"))
+        console.print(Syntax(visible(text), language, background_color="default"))
     else:
         console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from fxzero.cli.arguments import (
     ClipOption,
     ClusterOption,
     InputsOption,
+    JsonOption,
     MicroBatchesOption,
     OffloadOption,
     OptionsOption,
@@ -64,6 +66,7 @@ def trace(
     micro_batches: MicroBatchesOption = 1,
     cluster: ClusterOption = None,
     options: OptionsOption = "{}",
+    as_json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> None:
     """Write a step for ui.perfetto.dev: a row a lane, where compute waits, and what is held.
@@ -87,4 +90,15 @@ def trace(
         check_file("--output", output)
         events = profile_of(profiles(target)) if profiled else trace_of(subject.analyses())
         write_trace(output, events)
-        typer.echo(f"{output}: {len(events):,} events, {size(output.stat().st_size)}")
+        num_bytes = output.stat().st_size
+        if as_json:
+            named = [event for event in events if event.get("name") == "process_name"]
+            found = {
+                "output": str(output),
+                "num_events": len(events),
+                "num_bytes": num_bytes,
+                "processes": [event["args"]["name"] for event in named],
+            }
+            typer.echo(json.dumps(found, indent=1))
+        else:
+            typer.echo(f"{output}: {len(events):,} events, {size(num_bytes)}")

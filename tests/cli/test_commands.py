@@ -123,6 +123,21 @@ def test_trace(dump: str, tmp_path: Path) -> None:
         assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
 
 
+def test_trace_as_json(tmp_path: Path) -> None:
+    """What was written; the documentation names all of it."""
+    file = tmp_path / "t.json"
+    found = said("trace", TARGET, *ON, "-o", str(file), "--json")
+    events = json.loads(file.read_text())["traceEvents"]
+    assert found == {
+        "output": str(file),
+        "num_events": len(events),
+        "num_bytes": file.stat().st_size,
+        "processes": ["graph 0"],
+    }
+    page = (Path(__file__).parents[2] / "docs" / "trace.md").read_text()
+    assert [key for key in found if f"`{key}`" not in page] == []
+
+
 def test_a_file_that_was_printed(tmp_path: Path) -> None:
     """It is read in the place of a model; what is not in it is refused."""
     file = tmp_path / "analysis.json"
@@ -207,6 +222,24 @@ WRONG = [
     (("inspect", TARGET, *ON, "--module", "third"), "no module fits 'third'"),
     (("diff", TARGET), "both sides are the same"),
     (("diff", "{dump}", "{folder}"), "is a folder, and no dump"),
+    (("diff", TARGET, "--other-options", "{{"), "--other-options='{{' is no JSON"),
+    (
+        ("diff", TARGET, "--other-options", '{{"prefetch": {{"distance": -1}}}}'),
+        "--other-options: prefetch.distance=-1 must be 0 or more",
+    ),
+    (
+        ("diff", TARGET, "--options", '{{"strict": 3}}', "--other-zero", "2"),
+        "--options: options.strict=3 must be",
+    ),
+    (("diff", TARGET, "--other-cluster", "lapto"), "--other-cluster: cost.cluster='lapto'"),
+    (
+        ("diff", TARGET, *ON, "--other-options", '{{"cost": {{"cluster": "dgx2"}}}}'),
+        "--other-cluster dgx_h100 and --other-options' cost.cluster='dgx2' differ",
+    ),
+    (("bisect", TARGET, "--options", '{{"memory_budget": "1KiB"}}'), "is the least that was found"),
+    (("bisect", "tests.cli.test_commands:frozen"), "Net has no parameter that requires a gradient"),
+    (("bisect", "tests.cli.test_commands:frozen", "--step"), "are what bisect compares"),
+    (("inspect", "tests.cli.test_commands:coloured"), r"raised ValueError at"),
     (("trace", TARGET, "--profile"), "--profile has a meaning only with a dump"),
     (("trace", "{dump}", "--profile"), "has no profile"),
     (("trace", "{dump}", "-o", "{folder}/none/t.json"), "there is no folder"),
@@ -232,6 +265,62 @@ def test_names_are_no_markup() -> None:
     result = call("explain", "tests.cli.test_commands:marked", "[red]x[/red].weight", *ON)
     assert result.exit_code == 0, result.output
     assert "[red]x[/red].weight" in result.output
+
+
+def frozen() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A net of which nothing is trained."""
+    net, batch = build()
+    return net.requires_grad_(False), batch
+
+
+def coloured() -> nn.Module:
+    """A factory that would change a terminal's colours."""
+    raise ValueError("\x1b[31mred\x1b[0m\a")
+
+
+def written() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A net with a name that does."""
+    net = nn.Sequential()
+    net.add_module("x\x1b[31m", nn.Linear(16, 16))
+    return net, (torch.randn(4, 16),)
+
+
+def test_nothing_controls_the_terminal() -> None:
+    """Names and messages are shown as Python writes them."""
+    result = call("inspect", "tests.cli.test_commands:coloured")
+    assert r"\x1b[31mred\x1b[0m\x07" in result.output
+    explained = call("explain", "tests.cli.test_commands:written", "x\x1b[31m.weight", *ON)
+    assert explained.exit_code == 0, explained.output
+    assert r"parameter x\x1b[31m.weight" in explained.output
+    shown = call("inspect", "tests.cli.test_commands:written", *ON, "--code")
+    assert "\x1b" not in result.output + explained.output + shown.output
+
+
+def test_a_module_with_brackets() -> None:
+    """By its name, which is a pattern of another one too."""
+    for command in (("explain", "m.a[0]"), ("inspect", "--module", "m.a[0]")):
+        result = call(command[0], "tests.cli.test_commands:bracketed", *command[1:], *ON)
+        assert result.exit_code == 0, result.output
+        assert "m.a[0]" in result.output
+
+
+class Bracketed(nn.Module):
+    """Modules whose names are no identifiers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m = nn.ModuleDict({"a[0]": nn.Linear(16, 16), "a0": nn.Linear(16, 16)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 16) → scalar."""
+        for layer in self.m.values():
+            x = layer(x)
+        return x.sum()
+
+
+def bracketed() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Such a net and its batch."""
+    return Bracketed(), (torch.randn(4, 16),)
 
 
 def marked() -> tuple[nn.Module, tuple[Tensor, ...]]:

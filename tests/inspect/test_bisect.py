@@ -409,6 +409,48 @@ def test_no_pass_is_blamed_for_rounding(dtype: torch.dtype, step: bool) -> None:
     assert len(found.checks) > 5
 
 
+class Complex(nn.Module):
+    """Its output is real, and depends on both parts of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
+        self.constant = nn.Parameter(torch.ones(6, 6, dtype=torch.complex64))
+        self.real = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 6) → scalar."""
+        both = x.to(self.mixed.dtype) @ self.mixed @ self.constant
+        return self.real(both.real + both.imag.abs()).square().mean()
+
+
+@pytest.mark.parametrize("step", [False, True])
+def test_complex_parameters_stay_complex(step: bool, broken: Callable[..., None]) -> None:
+    """And are updated by AdamW's own step, on each rank's part."""
+    build = lambda: (Complex(), torch.randn(8, 6))  # noqa: E731
+    made = case(build=build, step=step, sizes=Sizes())
+    model, _ = made.model_and_batch(0)
+    assert {p.dtype for p in model.parameters()} == {torch.complex128, torch.float64}
+    assert model.constant.imag.abs().min() > 0
+    found = bisect(made)
+    assert found.culprit is None, found.culprit
+    behind = {check.behind: check.num_tensors for check in found.checks}
+    assert behind["update" if step else "shard_grads"] == 5
+    if step:
+        broken(Update, updates_the_wrong_one)
+        assert bisect(made).culprit.behind == "update"  # type: ignore[union-attr]
+
+
+def updates_the_wrong_one(graph: StepGraph) -> None:
+    """Takes the gradients of two parameters of one shape for each other's."""
+    (update,) = graph.nodes(role=Role.UPDATE)
+    params, grads, *rest = update.args
+    assert isinstance(grads, list)
+    first, second, *others = grads
+    assert first.meta["val"].shape == second.meta["val"].shape
+    update.args = (params, [second, first, *others], *rest)
+
+
 def test_where_nothing_is_compiled_nothing_was_checked() -> None:
     def build() -> tuple[nn.Module, Tensor]:
         model = nn.Linear(4, 4)

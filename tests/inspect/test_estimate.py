@@ -369,6 +369,10 @@ def long_rows() -> Any:
         (("--params", "1e9", "--batch", "3"), "--batch-size has a meaning only with a model"),
         (("gpt-lite", "--deepspeed"), "--deepspeed has a meaning only with --params"),
         (("--params", "1e9", "--deepspeed"), "needs --largest-layer"),
+        (
+            ("--params", "1e9", "--deepspeed", "--largest-layer", "2e9"),
+            "--largest-layer 2e+09 is more than all of --params 1e+09",
+        ),
         (("--params", "inf"), "must be a number"),
         (("--params", "nan"), "greater than or equal to 1"),
         (

@@ -115,6 +115,14 @@ def test_a_configuration_that_is_none(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
+def test_a_negative_number_of_layers(tmp_path: Path) -> None:
+    """Python makes none of it without a word."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "llama", "num_hidden_layers": -1, "vocab_size": 9}))
+    with fake_tensors(), pytest.raises(ConfigError, match="num_hidden_layers=-1, which no model"):
+        load(f"hf:{file}").build()
+
+
 class Words(nn.Module):
     """Reads ids."""
 

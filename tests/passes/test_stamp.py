@@ -174,6 +174,8 @@ def test_an_unknown_parameter_is_an_error() -> None:
         ({"a": ("L['self']", nn.Module)}, ""),
         ({"a": ("L['args'][0].model.layers.7.mlp", nn.Module)}, "model.layers.7.mlp"),
         ({"a": ("L['blocks'][2].mlp", nn.Module)}, "2.mlp"),
+        ({"a": ("L['self'].m._modules['a[0]']._modules['[b]'].c[2]", nn.Module)}, "m.a[0].[b].c.2"),
+        ({"a": ("L['self']._modules['0.weight']", nn.Module)}, "0.weight"),
         ({}, None),
     ],
 )

@@ -118,7 +118,9 @@ class Lockstep:
                     _spoil(tensor)
             return [None] * len(sent)
         if isinstance(target, OwnStep):
-            return [_own_step(target, *args) for args, _ in arguments]
+            for args, _ in arguments:
+                _own_step(target, *args)
+            return [None] * len(arguments)
         return [target(*args, **kwargs) for args, kwargs in arguments]
 
     def launch(self, sent: Sequence[Sequence[Tensor]], collective: Any) -> Values:

@@ -29,9 +29,19 @@ def model_of(config: Any) -> nn.Module:
     one that its kind is trained with, where the configuration names none.
 
     Where tensors have no values none are set: some ways to draw them read what they have drawn.
+
+    Raises:
+        ConfigError: it has a negative number of layers.
     """
     import transformers
 
+    for name in _LAYERS:
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count < 0:  # Python repeats nothing so often, without a word
+            raise ConfigError(
+                f"{type(config).__name__} has {name}={count}, which no model has: write how many "
+                "layers there are."
+            )
     named = (getattr(config, "architectures", None) or [None])[0]
     kind = getattr(transformers, named, None) if isinstance(named, str) else None
     with _without_values() if is_fake(torch.empty(0)) else contextlib.nullcontext():
@@ -45,6 +55,8 @@ def model_of(config: Any) -> nn.Module:
     return model.train()
 
 
+_LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers")
+"""Of a configuration, what says how many times something is made."""
 _HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification")
 _HEADS_OF_BOTH = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 """Of an encoder with a decoder, whose decoder alone would be a causal language model too."""
