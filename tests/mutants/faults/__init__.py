@@ -9,6 +9,7 @@ from __future__ import annotations
 from tests.mutants.fault import Fault
 from tests.mutants.faults import (
     blocks,
+    commands,
     costs,
     disk,
     equal_layers,
@@ -37,4 +38,5 @@ FAULTS: tuple[Fault, ...] = (
     *streams.FAULTS,
     *disk.FAULTS,
     *costs.FAULTS,
+    *commands.FAULTS,
 )

@@ -112,25 +112,4 @@ FAULTS = (
         'node.meta["example_value"]',
         "tests/compat/test_equal_layers.py::test_calls[penalised]",
     ),
-    Fault(
-        "an input of a graph is called as its parameter is",
-        "fxzero/graph/step_graph.py",
-        "node.target = node.name",
-        "pass",
-        "tests/step/test_names.py::test_a_step_trains_them",
-    ),
-    Fault(
-        "ranks do not compare where they clip",
-        "passes/clip_grads.py",
-        'graph.settings["clip_grad_norm"] = str(self.max_norm)',
-        "pass",
-        "tests/parity/test_ranks_disagree.py::test_another_norm_on_one_rank",
-    ),
-    Fault(
-        "a gradient that is rounding is held against itself",
-        "fxzero/inspect/bisect/search.py",
-        "largest[kind_of(name)] * rounding",
-        "0.0",
-        "tests/inspect/test_bisect.py::test_no_pass_is_blamed_for_rounding",
-    ),
 )
