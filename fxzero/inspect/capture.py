@@ -29,6 +29,7 @@ from fxzero.compiler.plan import Plan
 from fxzero.errors import CaptureError, ConfigError
 from fxzero.inspect.optimizer import adamw
 from fxzero.inspect.targets import DEFAULT_ROWS, Batch, Sizes, model_and_batch, raised_at
+from fxzero.inspect.targets.pretrained import weights_left_out
 from fxzero.regions.region import regions_to_look_at
 from fxzero.sharding.precision import Precision
 from fxzero.sharding.shard import shard
@@ -266,7 +267,7 @@ def capture(
 
 def _built(build: Callable[[], Any], sizes: Sizes, micro_batches: int) -> tuple[nn.Module, Batch]:
     """The model and its batch; a size that nobody asked for is not held against the factory."""
-    with _compat.building_on_fakes():
+    with _compat.building_on_fakes(), weights_left_out():
         built = build()
     if sizes.rows is None and micro_batches > 1 and isinstance(built, nn.Module):
         sizes = replace(sizes, rows=DEFAULT_ROWS * micro_batches)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from fxzero._compat import fake_tensors
+from fxzero._compat import building_on_fakes, fake_tensors, is_fake
 from fxzero.errors import ConfigError
 from fxzero.inspect.targets import Sizes, load, model_and_batch
 from fxzero.inspect.targets.presets import PRESETS
+from fxzero.inspect.targets.pretrained import weights_left_out
+
+ROOT = Path(__file__).parents[2]
 
 BILLIONS = {
     "gpt-lite": 0.125,
@@ -121,6 +128,116 @@ def test_a_negative_number_of_layers(tmp_path: Path) -> None:
     file.write_text(json.dumps({"model_type": "llama", "num_hidden_layers": -1, "vocab_size": 9}))
     with fake_tensors(), pytest.raises(ConfigError, match="num_hidden_layers=-1, which no model"):
         load(f"hf:{file}").build()
+
+
+def small_llama() -> Any:
+    """A configuration."""
+    return LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=64,
+        max_position_embeddings=64,
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama in bfloat16, on disk."""
+    folder: Path = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(small_llama()).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+LOADED = {
+    "as it was saved": {},
+    "in another dtype": {"dtype": torch.float32},
+    "with a changed configuration": {"hidden_act": "gelu", "attn_implementation": "eager"},
+    "with a configuration": {"config": small_llama(), "dtype": torch.float64},
+}
+
+
+@pytest.mark.parametrize("by", [AutoModelForCausalLM, LlamaForCausalLM], ids=lambda by: by.__name__)
+@pytest.mark.parametrize("given", LOADED.values(), ids=LOADED)
+def test_a_pretrained_model_is_made_of_its_configuration(
+    saved: Path, by: Any, given: dict[str, Any]
+) -> None:
+    """As it would be loaded, but for the weights, which nobody reads."""
+    real = by.from_pretrained(saved, **given)
+    weights = saved / "model.safetensors"
+    weights.rename(saved / "elsewhere")
+    try:
+        with fake_tensors(), building_on_fakes(), weights_left_out():
+            made = by.from_pretrained(saved, **given)
+    finally:
+        (saved / "elsewhere").rename(weights)
+    assert type(made) is type(real)
+    assert made.training is real.training is False
+    assert shapes(made) == shapes(real)
+    assert all(map(is_fake, [*made.parameters(), *made.buffers()]))
+    for name in ("hidden_act", "_attn_implementation", "dtype"):
+        assert getattr(made.config, name) == getattr(real.config, name), name
+    assert vars(PreTrainedModel)["from_pretrained"].__func__.__module__.startswith("transformers.")
+
+
+def shapes(model: nn.Module) -> dict[str, Any]:
+    """Of parameters and buffers, tied ones included."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    return {name: (tuple(value.shape), value.dtype) for name, value in named}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"quantization_config": {"load_in_8bit": True}}, "quantization_config=….* no weights are"),
+        ({"state_dict": {"a": 1}}, "state_dict=…"),
+    ],
+)
+def test_what_only_weights_could_tell(saved: Path, given: dict[str, Any], words: str) -> None:
+    with weights_left_out(), pytest.raises(ConfigError, match=words):
+        LlamaForCausalLM.from_pretrained(saved, **given)
+
+
+def test_quantized_weights(saved: Path, tmp_path: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with weights_left_out(), pytest.raises(ConfigError, match="has quantized weights"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_factory_that_imports_transformers_first(saved: Path, tmp_path: Path) -> None:
+    """In another process, as here it has been imported; and with adapters."""
+    (tmp_path / "mine.py").write_text(
+        "def build():\n"
+        "    from transformers import AutoModelForCausalLM\n"
+        f"    return AutoModelForCausalLM.from_pretrained({str(saved)!r}).train()\n"
+        "def adapted():\n"
+        "    from peft import LoraConfig, get_peft_model\n"
+        "    return get_peft_model(build(), LoraConfig(target_modules=['q_proj'], r=4)).train()\n"
+    )
+    (saved / "model.safetensors").rename(saved / "elsewhere")
+    command = [sys.executable, "-m", "fxzero", "estimate", "--json", "--zero", "3"]
+    sizes = ["--world-size", "2", "--seq-len", "8"]
+    try:
+        for name, trained in (("build", 1.0), ("adapted", 0.0)):
+            ran = subprocess.run(
+                [*command, *sizes, f"mine.py:{name}"],
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                capture_output=True,
+                text=True,
+                timeout=200,
+            )
+            assert ran.returncode == 0, ran.stderr
+            found = json.loads(ran.stdout)
+            assert found["param_dtype"] == "bfloat16" or name == "adapted"
+            states = found["stages"]["3"]["states"]
+            share = states["gradient_bytes"] / states["parameter_bytes"]
+            assert share == pytest.approx(trained, abs=0.1)
+    finally:
+        (saved / "elsewhere").rename(saved / "model.safetensors")
 
 
 class Words(nn.Module):

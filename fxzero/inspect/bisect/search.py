@@ -40,6 +40,7 @@ from fxzero.inspect.bisect.results import (
     updated,
 )
 from fxzero.inspect.targets import model_and_batch
+from fxzero.inspect.targets.pretrained import weights_left_out
 from fxzero.passes.decision import DecidingPass
 from fxzero.settings import plain
 
@@ -158,7 +159,7 @@ def _check_memory(case: Case) -> None:
         ConfigError: they are.
     """
     try:
-        with fake_tensors():
+        with fake_tensors(), weights_left_out():
             model, _ = model_and_batch(case.build(), case.sizes)
     except Exception:  # a factory that reads values: it will say what is wrong, if anything is
         return

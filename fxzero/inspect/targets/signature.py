@@ -42,8 +42,10 @@ def guessed(model: nn.Module, rows: int, seq_len: int | None) -> dict[str, Any]:
     Raises:
         ConfigError: they cannot be guessed; the message names what cannot.
     """
-    kind = _Transformers if _is_transformers(model) else _Plain
-    maker: _Maker = kind(model, rows, seq_len)
+    base = getattr(model, "get_base_model", None)  # of peft's wrappers, which pass on what comes
+    read_by = base() if callable(base) else model
+    kind = _Transformers if _is_transformers(read_by) else _Plain
+    maker: _Maker = kind(read_by, rows, seq_len)
     inputs = maker.inputs()
     if seq_len is not None and not maker.reads_tokens:
         raise ConfigError(

@@ -44,7 +44,7 @@ def model_of(config: Any) -> nn.Module:
             )
     named = (getattr(config, "architectures", None) or [None])[0]
     kind = getattr(transformers, named, None) if isinstance(named, str) else None
-    with _without_values() if is_fake(torch.empty(0)) else contextlib.nullcontext():
+    with without_values() if is_fake(torch.empty(0)) else contextlib.nullcontext():
         if kind is not None:
             made = asked(lambda: kind(config), f"{named}(config)")
         else:
@@ -71,7 +71,7 @@ def _head_of(transformers: Any, config: Any) -> Any:
     return transformers.AutoModel
 
 
-def _without_values() -> contextlib.AbstractContextManager[None]:
+def without_values() -> contextlib.AbstractContextManager[None]:
     """What keeps transformers from initializing a model."""
     place = "transformers.initialization"
     if importlib.util.find_spec(place) is None:  # before transformers 5

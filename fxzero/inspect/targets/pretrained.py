@@ -1,0 +1,131 @@
+"""Factories that load weights: here tensors have none, so the model is made and nothing is loaded.
+
+    AutoModelForCausalLM.from_pretrained("folder", dtype=torch.bfloat16)     the model of its config
+
+What is no matter of weights is as there: the configuration and changes of it, the dtype, the kind
+of attention, eval mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+from torch import nn
+
+from fxzero.errors import ConfigError
+from fxzero.inspect.targets.transformers_models import without_values
+
+_MODULE = "transformers.modeling_utils"
+_OF_HUB = ("cache_dir", "revision", "subfolder")
+_OF_WEIGHTS = (
+    *("_commit_hash", "_fast_init", "_from_auto", "_from_pipeline", "adapter_kwargs"),
+    *("code_revision", "device_map", "force_download", "ignore_mismatched_sizes", "key_mapping"),
+    *("local_files_only", "low_cpu_mem_usage", "max_memory", "mirror", "offload_buffers"),
+    *("offload_folder", "offload_state_dict", "proxies", "token", "trust_remote_code"),
+    *("use_safetensors", "variant", "weights_only"),
+)
+"""Arguments that say where weights are, and how they come into memory."""
+_REFUSED = (
+    *("distributed_config", "from_flax", "from_tf", "gguf_file", "output_loading_info"),
+    *("quantization_config", "state_dict", "tp_plan", "tp_size"),
+)
+"""Arguments by which it is no model of the configuration alone."""
+
+
+@contextlib.contextmanager
+def weights_left_out() -> Iterator[None]:
+    """Within it `from_pretrained` of transformers' models reads configurations alone, also where
+    transformers is first imported meanwhile."""
+    with contextlib.ExitStack() as stack:
+
+        def leave_out(module: Any) -> None:
+            model = module.PreTrainedModel
+            stack.callback(setattr, model, "from_pretrained", vars(model)["from_pretrained"])
+            model.from_pretrained = classmethod(_of_configuration)
+
+        if _MODULE in sys.modules:
+            leave_out(sys.modules[_MODULE])
+        else:
+            finder = _OnImport(leave_out)
+            sys.meta_path.insert(0, finder)
+            stack.callback(finder.end)
+        yield
+
+
+class _OnImport(importlib.abc.MetaPathFinder):
+    """Calls something with the module that has models' base class, once it is imported."""
+
+    def __init__(self, then: Callable[[Any], None]) -> None:
+        self.then = then
+
+    def end(self) -> None:
+        """Look no more."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Import's question: answered by others, who are told to call back."""
+        if fullname != _MODULE:
+            return None
+        self.end()
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            run(module)
+            self.then(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _of_configuration(kind: Any, name: Any, *args: Any, config: Any = None, **given: Any) -> Any:
+    """What a model class has in the place of its `from_pretrained`."""
+    import transformers
+
+    refused = [key for key in _REFUSED if given.get(key)]
+    if refused:
+        raise ConfigError(
+            f"{kind.__name__}.from_pretrained({name!r}, {refused[0]}=…): no weights are loaded "
+            f"here, and {refused[0]} says what they are like. Make the model of its configuration."
+        )
+    hub = {key: given.pop(key) for key in _OF_HUB if key in given}
+    given = {key: value for key, value in given.items() if key not in {*_OF_WEIGHTS, *_REFUSED}}
+    own = {key: given.pop(key) for key in ("dtype", "torch_dtype") if key in given}
+    kernels = [key for key in given if key.endswith("_implementation")]
+    own |= {key: given.pop(key) for key in kernels}
+    if isinstance(config, transformers.PretrainedConfig):
+        config = copy.deepcopy(config)
+    else:
+        config, given = kind.config_class.from_pretrained(
+            name if config is None else config,
+            return_unused_kwargs=True,
+            local_files_only=True,
+            **hub,
+            **given,
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{name!r} has quantized weights, which are not looked at here: of what dtypes and "
+            "shapes they are, only they say."
+        )
+    dtype = own.pop("torch_dtype", None)
+    dtype = own.pop("dtype", dtype)
+    is_before_5 = int(transformers.__version__.partition(".")[0]) < 5
+    if dtype is None and not is_before_5:
+        dtype = "auto"
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    with without_values():
+        made: nn.Module = kind._from_config(config, *args, dtype=dtype, **own, **given)
+    made.tie_weights()  # type: ignore[operator]
+    return made.eval()
