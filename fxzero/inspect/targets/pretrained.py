@@ -88,7 +88,7 @@ class _OnImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _of_configuration(kind: Any, name: Any, *args: Any, config: Any = None, **given: Any) -> Any:
+def _of_configuration(kind: Any, /, name: Any, *args: Any, config: Any = None, **given: Any) -> Any:
     """What a model class has in the place of its `from_pretrained`."""
     import transformers
 
@@ -100,7 +100,7 @@ def _of_configuration(kind: Any, name: Any, *args: Any, config: Any = None, **gi
         )
     hub = {key: given.pop(key) for key in _OF_HUB if key in given}
     given = {key: value for key, value in given.items() if key not in {*_OF_WEIGHTS, *_REFUSED}}
-    own = {key: given.pop(key) for key in ("dtype", "torch_dtype") if key in given}
+    own: dict[str, Any] = {k: given.pop(k) for k in ("dtype", "torch_dtype") if k in given}
     kernels = [key for key in given if key.endswith("_implementation")]
     own |= {key: given.pop(key) for key in kernels}
     if isinstance(config, transformers.PretrainedConfig):
