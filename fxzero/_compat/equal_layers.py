@@ -46,13 +46,17 @@ _CANDIDATES = 8
 """How many traced calls of one class of modules are compared with a new one."""
 
 
-def trace_equal_layers_once(is_layer: Callable[[nn.Module], bool], keys: str) -> None:
+def trace_equal_layers_once(
+    is_layer: Callable[[nn.Module], bool], keys: str, kind_of: Callable[[str], object]
+) -> None:
     """Let Dynamo copy calls of modules that are alike; done once for the process.
 
     Args:
         is_layer: whether copies of a module's calls are wanted.
         keys: the attribute in which a module keeps the names, unique in the process, that its
             parameters have in graphs.
+        kind_of: by such a name, all that a graph says of the parameter besides; a guard sees this
+            rank's part of it alone, and parts of other parameters may be of one shape.
     """
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
@@ -66,7 +70,7 @@ def trace_equal_layers_once(is_layer: Callable[[nn.Module], bool], keys: str) ->
     def call_function(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if not _enabled or not _may_repeat(self, tx) or not is_layer(self.value):
             return trace(self, tx, args, kwargs)
-        return _call(self, tx, args, kwargs, trace, keys)
+        return _call(self, tx, args, kwargs, trace, keys, kind_of)
 
     call_function.fxzero_original = traced  # type: ignore[attr-defined]
     UnspecializedNNModuleVariable.call_function = call_function  # type: ignore[method-assign]
@@ -106,6 +110,7 @@ def _call(
     kwargs: dict[str, Any],
     traced: Callable[..., Any],
     keys: str,
+    kind_of: Callable[[str], object],
 ) -> Any:
     """A call of a layer: copied from one that is alike, or traced and kept for the next."""
     book: list[Trace] = tx.output.__dict__.setdefault("_fxzero_traces", [])
@@ -117,7 +122,7 @@ def _call(
         if trace.call.arguments == call.arguments and trace.call.state == call.state:
             try:
                 alike = trace.alike(tx, keys)
-                names = alike.keys_of(module, tx)
+                names = alike.keys_of(module, tx, kind_of)
             except NotAlikeError as why:
                 log.debug("%s is traced by itself: %s", module.source.name, why)
                 continue

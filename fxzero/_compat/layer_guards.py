@@ -154,8 +154,11 @@ class Alike:
             raise NotAlikeError(f"its guards do not hold of itself: {guards.broken(module.value)}")
         return alike
 
-    def keys_of(self, module: Any, tx: Any) -> dict[str, str]:
+    def keys_of(self, module: Any, tx: Any, kind_of: Callable[[str], object]) -> dict[str, str]:
         """The first module's keys, and those of another that is alike.
+
+        Args:
+            kind_of: by a key, what is the same of parameters that are alike.
 
         Raises:
             NotAlikeError: it is not.
@@ -181,6 +184,8 @@ class Alike:
         keys = dict(zip(self.keys, guards.keys(module.value), strict=True))
         if len(set(keys.values())) != len(keys):
             raise NotAlikeError(f"other parameters are tied than in {guards.name}")
+        if any(kind_of(own) != kind_of(key) for own, key in keys.items()):
+            raise NotAlikeError(f"its parameters are of other shapes than those of {guards.name}")
         return keys
 
     def _refuse_changed(self, module: Any, values: Iterable[Any]) -> None:

@@ -55,7 +55,7 @@ def mark(module: nn.Module, keys: dict[str, str], state: ModelState) -> None:
             members["_update_flat_weights"] = _keep_flat_weights
         _classes[identity] = _subclass(base, members)
     module.__class__ = _classes[identity]
-    trace_equal_layers_once(_has_markers, KEYS)
+    trace_equal_layers_once(_has_markers, KEYS, lambda key: spec_of(key).kind)
 
 
 def _has_markers(module: nn.Module) -> bool:

@@ -167,6 +167,48 @@ def test_the_graph_is_the_one_of_tracing_each_layer(seen: Seen, values: str, zer
     assert each == copied
 
 
+class Heads(nn.Module):
+    """Modules of one class whose last layers differ in length alone."""
+
+    def __init__(self, *lengths: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = nn.ModuleList(Head(length) for length in lengths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 8) → scalar."""
+        return torch.stack([head(x) for head in self.heads]).sum()
+
+
+class Head(nn.Module):
+    """A mean of as many numbers as it has rows."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.last = nn.Linear(8, length)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 8) → scalar."""
+        return self.last(torch.tanh(self.first(x))).square().mean()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_parts_of_one_shape_are_no_parameters_of_one(rank: int, seen: Seen) -> None:
+    """Of three rows and of four rank 0 of two has two each: guards see no difference."""
+    with fake_ranks(2, rank):
+        mesh = init_device_mesh("cpu", (2,))
+        model = fxzero.shard(Heads(3, 4, 3, 4), zero=3, mesh=mesh)
+        parts = {head.last.weight.to_local().shape for head in model.heads}  # type: ignore[union-attr, operator]
+        assert len(parts) == 1 + rank
+        for once in (False, True):
+            with traced(once=once):
+                torch.compile(model, backend=seen.backend)(torch.ones(2, 8))
+    each, copied = map(described, seen.graphs)
+    assert seen.copied == 2
+    assert each == copied
+
+
 @pytest.mark.parametrize("name", WITH_A_CACHE)
 def test_graphs_of_transformers_models(name: str, seen: Seen) -> None:
     """Whatever their forward does, it is the graph of tracing each of their layers."""
