@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 
 def is_fake(value: Any) -> bool:
@@ -39,6 +40,43 @@ def fake_tensors() -> Any:
     return FakeTensorMode()
 
 
+KNOWN_ELEMENTS = 1024
+"""Most of a tensor whose values a fake one keeps while a model is built."""
+
+
+class _AsReal(TorchFunctionMode):
+    """Lets functions that make tensors do on fakes what they do on real ones.
+
+    Rates that grow with depth are read from a ``torch.linspace``: a short one has its values. And
+    ``torch.tensor`` on the meta device makes what no fake mode knows (torch 2.11 to 2.13).
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of torch."""
+        kwargs = kwargs or {}
+        if func is torch.linspace:
+            return self._spaced(*args, **kwargs)
+        made = func(*args, **kwargs)
+        if func in (torch.tensor, torch.as_tensor) and made.device.type == "meta":
+            shape, needs_grad = made.shape, made.requires_grad
+            made = torch.empty(shape, dtype=made.dtype, device="meta", requires_grad=needs_grad)
+        return made
+
+    @staticmethod
+    def _spaced(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = torch.device(kwargs.get("device") or "cpu")
+        tensors = any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values()))
+        if tensors or device.type != "cpu":
+            return torch.linspace(*args, **kwargs)
+        with real_tensors():
+            values = torch.linspace(*args, **kwargs)
+        if values.numel() > KNOWN_ELEMENTS:
+            return torch.linspace(*args, **kwargs)
+        return torch.tensor(values.tolist(), dtype=values.dtype, requires_grad=values.requires_grad)
+
+
 @contextlib.contextmanager
 def building_on_fakes() -> Iterator[None]:
     """Within it what builds a model finds fake tensors to do what real ones do.
@@ -46,12 +84,14 @@ def building_on_fakes() -> Iterator[None]:
     Torch 2.11 to 2.13 converts (``model.to(torch.bfloat16)``) and copies (``copy.deepcopy``) no
     fake parameters, and reads values of those that ``trunc_normal_`` fills.
     """
+    from torch._subclasses import fake_tensor
     from torch._subclasses.fake_tensor import FakeTensor
 
     if "__deepcopy__" in vars(FakeTensor):  # within another one
         yield
         return
     swap, truncated = torch.utils.swap_tensors, torch.nn.init._no_grad_trunc_normal_
+    most_elements = fake_tensor.CONSTANT_NUMEL_LIMIT
 
     def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return tensor if is_fake(tensor) else truncated(tensor, *args, **kwargs)
@@ -64,12 +104,15 @@ def building_on_fakes() -> Iterator[None]:
 
     torch.utils.swap_tensors = convert
     torch.nn.init._no_grad_trunc_normal_ = fill
+    fake_tensor.CONSTANT_NUMEL_LIMIT = KNOWN_ELEMENTS
     setattr(FakeTensor, "__deepcopy__", _copied_fake)  # noqa: B010
     try:
-        yield
+        with _AsReal():
+            yield
     finally:
         torch.utils.swap_tensors = swap
         torch.nn.init._no_grad_trunc_normal_ = truncated
+        fake_tensor.CONSTANT_NUMEL_LIMIT = most_elements
         delattr(FakeTensor, "__deepcopy__")  # Tensor's own is found again
 
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from fxzero._compat import building_on_fakes, fake_tensors, is_fake
+from fxzero._compat import building_on_fakes, fake_tensors, is_fake, no_value_error
 from fxzero.errors import ConfigError
+from fxzero.inspect import capture
 from fxzero.inspect.targets import Sizes, load, model_and_batch
 from fxzero.inspect.targets.presets import PRESETS
 from fxzero.inspect.targets.pretrained import weights_left_out
@@ -128,6 +129,58 @@ def test_a_negative_number_of_layers(tmp_path: Path) -> None:
     file.write_text(json.dumps({"model_type": "llama", "num_hidden_layers": -1, "vocab_size": 9}))
     with fake_tensors(), pytest.raises(ConfigError, match="num_hidden_layers=-1, which no model"):
         load(f"hf:{file}").build()
+
+
+def lazy() -> nn.Module:
+    """Of which nobody knows the size."""
+    return nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+
+
+def parallel() -> nn.Module:
+    """In somebody else's hands."""
+    return nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("lazy", "name their sizes"), ("parallel", "Return the model as it is")]
+)
+def test_habits_that_need_values(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        capture(load(f"tests.inspect.test_targets:{name}").build, zero=3, world_size=2)
+
+
+def test_rates_that_grow_with_depth_are_known() -> None:
+    """Read from a tensor; longer ones have no values, as anything else."""
+    with fake_tensors(), building_on_fakes():
+        rates = torch.linspace(0, 0.3, 4)
+        assert is_fake(rates)
+        assert [rate.item() for rate in rates] == pytest.approx([0, 0.1, 0.2, 0.3])
+        first, second = (part.tolist() for part in (2 * rates).split(2))
+        assert first + second == pytest.approx([0, 0.2, 0.4, 0.6])
+        long, half = torch.linspace(0, 1, 5000), torch.linspace(0, 1, 3, dtype=torch.bfloat16)
+        assert is_fake(long)
+        assert half.dtype is torch.bfloat16
+        with pytest.raises(no_value_error()):
+            long[0].item()
+    assert torch.linspace(0, 1, 3).tolist() == [0, 0.5, 1]
+    with fake_tensors(), pytest.raises(no_value_error()):
+        torch.linspace(0, 1, 3)[0].item()
+
+
+def test_numbers_on_the_meta_device() -> None:
+    """A batch norm counts its batches in one."""
+    with fake_tensors(), building_on_fakes(), torch.device("meta"):
+        norm, number = nn.BatchNorm2d(4), torch.tensor([1.0, 2.0], requires_grad=True)
+    assert all(map(is_fake, [*norm.parameters(), *norm.buffers(), number]))
+    assert norm.num_batches_tracked is not None
+    assert (norm.num_batches_tracked.dtype, number.requires_grad) == (torch.int64, True)
+
+
+@pytest.mark.parametrize("kind", ["convnext", "swinv2"])
+def test_vision_models_that_drop_paths(kind: str) -> None:
+    with fake_tensors(), building_on_fakes():
+        model = load(f"hf:{kind}").build()
+    assert sum(p.numel() for p in model.parameters()) > 20e6
 
 
 def small_llama() -> Any:

@@ -37,7 +37,24 @@ def failed(what: str, error: BaseException) -> ConfigError:
             ". It reads the value of a tensor, and here tensors have shapes alone: let Python or "
             "numpy compute it, or leave it out"
         )
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    for place, hint in _HABITS.items():
+        if any(place in file for file in files):
+            reason = f"{reason.partition('.')[0]}. {hint}"
     return ConfigError(f"{what} raised {type(error).__name__} at {raised_at(error)}: {reason}")
+
+
+_HABITS = {
+    "/torch/nn/parameter.py": (
+        "Tensors have no values here, and lazy modules find out by a first call how large they "
+        "are: name their sizes, as in nn.Linear(192, 4)"
+    ),
+    "/torch/nn/parallel/": (
+        "Return the model as it is, without DistributedDataParallel or FSDP: what they do is what "
+        "is estimated and compiled here"
+    ),
+}
+"""By a place in torch that an error came through, what to do instead."""
 
 
 def raised_at(error: BaseException) -> str:
