@@ -39,6 +39,7 @@ from fxzero.sharding import materialize
 from fxzero.sharding import pipeline as pipeline_rooms
 from fxzero.sharding.before_step import watch_optimizers
 from fxzero.sharding.buffers import BufferSync
+from fxzero.sharding.evenness import warn_of_uneven_shards
 from fxzero.sharding.gradients import reduce_what_arrives
 from fxzero.sharding.host import HOST, at_home, refuse_without_host_group
 from fxzero.sharding.identity import (
@@ -233,6 +234,7 @@ def shard(
         if splits:
             guard(model, mesh)
         return_free_memory()
+    warn_of_uneven_shards(specs.values())
     if when_sharded is not None:
         when_sharded()
     return model
