@@ -152,6 +152,9 @@ class StepGraph:
         """Of a pipeline, what its ranks do, once micro-steps are ordered by it."""
         self.settings: dict[str, str] = {}
         """What it was compiled with that shows in no collective, and must be equal on all ranks."""
+        self.unread: tuple[ParamSpec, ...] = ()
+        """Parameters of its model that it does not read, and that ranks hold all the same: told to
+        those who look at it."""
         self.in_common = ""
         """Of a pipeline, a digest of what its stages must see alike: what travels between them."""
         self.blocks: dict[str, tuple[str, ...]] = {}
@@ -368,6 +371,7 @@ class StepGraph:
         other.steady_runs = self.steady_runs
         other.pipeline, other.table, other.in_common = self.pipeline, self.table, self.in_common
         other.settings = dict(self.settings)
+        other.unread = self.unread
         other.blocks = dict(self.blocks)
         other.left_out = [chain.moved(copies) for chain in self.left_out]
         for name in ("scale", "norm", "skip"):

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import FunctionType, MethodType
 from typing import Any
@@ -31,6 +31,7 @@ from fxzero.inspect.optimizer import adamw
 from fxzero.inspect.targets import DEFAULT_ROWS, Batch, Sizes, model_and_batch, raised_at
 from fxzero.inspect.targets.pretrained import weights_left_out
 from fxzero.regions.region import regions_to_look_at
+from fxzero.sharding.params import unread_beside
 from fxzero.sharding.precision import Precision
 from fxzero.sharding.shard import shard
 from fxzero.step.train_step import TrainStep
@@ -244,6 +245,7 @@ def capture(
                 is_whole = _run_step(model, batch, micro_batches, clip_grad_norm, settings)
             else:
                 _run(model, batch, training, settings)
+            _tell_of_unread(compilations)
     reset_dynamo()
     if not compilations:
         raise CaptureError(
@@ -265,13 +267,30 @@ def capture(
     )
 
 
+def _tell_of_unread(compilations: Sequence[Compilation]) -> None:
+    """Let each graph know what no graph reads of the model."""
+    graphs = [one.joint for one in compilations if one.joint is not None]
+    unread = unread_beside({key: spec for graph in graphs for key, spec in graph.specs.items()})
+    for graph in graphs:
+        graph.unread = unread
+
+
 def _built(build: Callable[[], Any], sizes: Sizes, micro_batches: int) -> tuple[nn.Module, Batch]:
     """The model and its batch; a size that nobody asked for is not held against the factory."""
     with _compat.building_on_fakes(), weights_left_out():
         built = build()
     if sizes.rows is None and micro_batches > 1 and isinstance(built, nn.Module):
         sizes = replace(sizes, rows=DEFAULT_ROWS * micro_batches)
-    return model_and_batch(built, sizes)
+    model, batch = model_and_batch(built, sizes)
+    args, kwargs = pytree.tree_map(_off_meta, (tuple(batch.args), dict(batch.kwargs)))
+    return model, Batch(args, kwargs)
+
+
+def _off_meta(value: Any) -> Any:
+    """An input that was made on the meta device, where `shard` will bring the model."""
+    if not isinstance(value, Tensor) or not value.is_meta:
+        return value
+    return torch.empty_like(value, device="cpu").requires_grad_(value.requires_grad)
 
 
 def check_memory(model: nn.Module, batch: Batch) -> None:

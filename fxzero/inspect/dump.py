@@ -35,6 +35,7 @@ from fxzero.inspect.code import program_of
 from fxzero.inspect.detail import Measured, PassText, SpanRow
 from fxzero.inspect.model_states import ModelStates
 from fxzero.settings import build, plain
+from fxzero.sharding.params import unread_beside
 
 FORMAT = 1
 """Of a dump: one of another format is refused."""
@@ -72,6 +73,7 @@ def write_graph(compilation: Compilation) -> None:
             "torch": torch.__version__,
             "rank": _rank(),
             "world_size": _world_size(),
+            "run": _run(),
             "graphs": list(folder.heads.values()),
         }
         _write_json(folder.path / HEAD, head)
@@ -81,6 +83,12 @@ def write_graph(compilation: Compilation) -> None:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _run() -> str:
+    """What ranks of one run have in common, and hardly two runs; empty of a process alone."""
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    return " ".join(os.environ.get(name, "") for name in names).strip()
 
 
 def _world_size() -> int:
@@ -122,6 +130,8 @@ def _decided_files(path: Path) -> Iterator[tuple[str, Path]]:
 def _captured(compilation: Compilation, graph: StepGraph) -> Capture:
     """A compilation of a run as `Analysis` reads it."""
     specs = compilation.specs
+    if compilation.context.optimizer is not None:  # a whole step: no other graph reads the rest
+        graph.unread = unread_beside(graph.specs)
     trained = set(graph.gradients.values()) or set(specs)
     return Capture(
         (compilation,),
@@ -171,7 +181,7 @@ def read(name: str) -> dict[int, Analysis]:
     """
     path = Path(name)
     folders = [path] if (path / HEAD).is_file() else sorted(path.glob("rank*"))
-    found = {}
+    found, runs = {}, {}
     for folder in folders:
         head = _read_json(folder / HEAD)
         if head.get("format") != FORMAT:
@@ -182,6 +192,7 @@ def read(name: str) -> dict[int, Analysis]:
         graphs, rank = head.get("graphs"), head.get("rank")
         if not isinstance(graphs, list) or not isinstance(rank, int) or not graphs:
             raise ConfigError(f"{folder / HEAD} names no graphs and ranks. Dump again.")
+        runs[rank] = head.get("run")
         found[rank] = _joined([_read_graph(folder, part) for part in graphs])
     if not found:
         raise ConfigError(
@@ -193,6 +204,12 @@ def read(name: str) -> dict[int, Analysis]:
         raise ConfigError(
             f"{name} holds ranks of several runs, of {sorted(sizes)} ranks. Empty it, and dump "
             "again."
+        )
+    others = [rank for rank, run in runs.items() if run != next(iter(runs.values()))]
+    if others:
+        raise ConfigError(
+            f"{name} holds ranks of several runs: {others[0]} is of another one than "
+            f"{next(iter(runs))}. Empty it, and dump again."
         )
     return dict(sorted(found.items()))
 

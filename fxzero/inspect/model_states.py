@@ -58,9 +58,16 @@ class ModelStates:
         graphs: Iterable[StepGraph], trained: frozenset[str]
     ) -> dict[str, ModelStates]:
         """The same of each parameter, by name."""
+        graphs = list(graphs)
         specs = {key: spec for graph in graphs for key, spec in graph.specs.items()}
-        here = [spec for spec in specs.values() if spec.is_here]
-        return {spec.name: _states(spec, spec.name in trained) for spec in here}
+        whole = (s for s in specs.values() if s.block is None or s.block.owner not in specs)
+        here = [spec for spec in whole if spec.is_here]  # blocks are parts of what is there
+        found = {spec.name: _states(spec, spec.name in trained) for spec in here}
+        for spec in (spec for graph in graphs for spec in graph.unread if spec.is_here):
+            # No gradient comes, and nothing is made of it that would be computed with.
+            part_bytes = math.prod(spec.local_shape) * spec.dtype.itemsize
+            found.setdefault(spec.name, ModelStates(part_bytes))
+        return found
 
 
 def _states(spec: ParamSpec, trained: bool) -> ModelStates:

@@ -12,7 +12,8 @@ What counts besides the values of nodes:
     operator     what it says that it allocates: see `fxzero.cost.workspace`
     own step     of an optimizer without a fused kernel: its state, and what it makes meanwhile;
                  nothing, and it is said, where that cannot be found out
-    inputs       parameters, optimizer state and the batch live throughout
+    inputs       parameters, optimizer state and the batch live throughout; so do parameters that
+                 the graph does not read, where it was told of them
 
 Caching allocators, code and library buffers are not counted.
 """
@@ -20,6 +21,7 @@ Caching allocators, code and library buffers are not counted.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -219,6 +221,11 @@ class _Walk:
             )
             storage.stays, storage.pool = True, pool
             self.storage[node] = [storage]
+        for spec in self.graph.unread:
+            amount = math.prod(spec.local_shape) * spec.dtype.itemsize
+            pool = Pool.DEVICE if spec.device is None else Pool.HOST
+            held = Storage(spec.name, amount, Kind.PARAMETERS, None, stays=True, pool=pool)
+            self.found.every.append(held)
 
     def _alias(self, node: fx.Node, source: fx.Node) -> None:
         self.storage[node] = list(self.storage.get(source, []))

@@ -23,15 +23,15 @@ LEAST_BYTES = 64 << 20
 
 def warn_of_uneven_shards(specs: Iterable[ParamSpec]) -> None:
     """Say it if ranks that have no rows of large parameters leave them to the others."""
-    sharded = [spec for spec in specs if spec.shard_group is not None]
+    shared = ((spec, spec.shard_group) for spec in specs)
+    sized = [(spec, group.size) for spec, group in shared if group is not None]
+    sharded = [spec for spec, _ in sized]
     full_bytes = sum(spec.num_elements * spec.dtype.itemsize for spec in sharded)
-    short = [spec for spec in sharded if spec.shape[0] < spec.padded_rows // spec.chunk_rows]
-    padding_bytes = sum(map(_padding_bytes, short))
+    short = [(spec, ranks) for spec, ranks in sized if spec.shape[0] < ranks]
+    padding_bytes = sum(_padding_bytes(spec) for spec, _ in short)
     if padding_bytes < max(MOST_SHARE * full_bytes, LEAST_BYTES):
         return
-    worst = max(short, key=_padding_bytes)
-    assert worst.shard_group is not None
-    ranks = worst.shard_group.size
+    worst, ranks = max(short, key=lambda found: _padding_bytes(found[0]))
     held_bytes = sum(spec.chunk_rows * _row_bytes(spec) for spec in sharded)
     warnings.warn(
         f"dim 0 of a parameter is what ranks share, and some have fewer rows than the {ranks} "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -350,6 +350,21 @@ def register(spec: ParamSpec) -> ParamSpec:
     """Make a spec findable by its key for as long as something holds it."""
     _specs[spec.key] = spec
     return spec
+
+
+def unread_beside(specs: Mapping[str, ParamSpec]) -> tuple[ParamSpec, ...]:
+    """The other parameters of the models that some parameters are of.
+
+    Args:
+        specs: by key; blocks of a parameter stand for all of it.
+    """
+    models = {id(spec.state) for spec in specs.values()}
+    read = set(specs) | {spec.block.owner for spec in specs.values() if spec.block is not None}
+    return tuple(
+        spec
+        for key, spec in list(_specs.items())
+        if id(spec.state) in models and key not in read and spec.block is None
+    )
 
 
 def is_key(text: str) -> bool:

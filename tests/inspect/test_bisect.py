@@ -451,6 +451,25 @@ def updates_the_wrong_one(graph: StepGraph) -> None:
     update.args = (params, [second, first, *others], *rest)
 
 
+class Casts(nn.Module):
+    """By name, and not to what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 6) → scalar."""
+        return self.layer(x.to(torch.float32)).sum()
+
+
+def test_a_cast_by_name() -> None:
+    build = lambda: (Casts(), torch.randn(8, 6))  # noqa: E731
+    with pytest.raises(CaptureError, match=r"casts to another dtype by name.*--dtype float32"):
+        bisect(case(build=build, sizes=Sizes()))
+    assert bisect(case(build=build, sizes=Sizes(), dtype=torch.float32)).culprit is None
+
+
 def test_where_nothing_is_compiled_nothing_was_checked() -> None:
     def build() -> tuple[nn.Module, Tensor]:
         model = nn.Linear(4, 4)

@@ -414,6 +414,19 @@ def test_ranks_of_two_runs(copy: Path) -> None:
         read(str(copy))
 
 
+def test_a_rank_of_another_run(copy: Path) -> None:
+    """Of as many ranks, and of anything."""
+    shutil.copytree(copy / "rank0", copy / "rank1")
+    for rank in (0, 1):
+        path = copy / f"rank{rank}" / HEAD
+        head = json.loads(path.read_text())
+        path.write_text(json.dumps({**head, "rank": rank, "run": "none localhost 29500"}))
+    assert list(read(str(copy))) == [0, 1]
+    path.write_text(json.dumps({**head, "rank": 1, "run": "none localhost 29501"}))
+    with pytest.raises(ConfigError, match="several runs: 1 is of another one than 0"):
+        read(str(copy))
+
+
 def test_no_dump(tmp_path: Path) -> None:
     """A folder that is none."""
     with pytest.raises(ConfigError, match="is a folder, and no dump"):

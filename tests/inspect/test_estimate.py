@@ -100,6 +100,47 @@ def test_frozen_parameters_have_no_gradient_and_no_moments() -> None:
     assert (states.gradient_bytes, states.optimizer_bytes) == (part, 2 * part)
 
 
+class _Tower(nn.Module):
+    """A part that this forward does not read, frozen or not: ranks hold it all the same."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.read = nn.Linear(96, 96)
+        self.tower = nn.Linear(96, 1000, bias=False).requires_grad_(trained)
+        self.again = self.read.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 96) → scalar."""
+        return self.read(x).square().mean()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_what_forward_does_not_read_is_held(zero: int, trained: bool) -> None:
+    """No gradient and no moments of it; its part at each stage that shares anything."""
+    found = of(lambda: (_Tower(trained), torch.randn(2, 96)), world_size=2, stages=[zero])
+    stage = found.stages[zero]
+    ranks = 2 if zero else 1
+    read, tower = 4 * (96 * 96 + 96), 4 * 96 * 1000 // ranks
+    held = read // ranks + tower
+    assert stage.states.parameter_bytes == held + (read if zero == 1 else 0)
+    assert stage.states.optimizer_bytes == 2 * read // ranks
+    assert stage.bytes_by_kind["parameters"] == held
+    assert stage.peak_bytes == sum(stage.bytes_by_kind.values())
+
+
+def test_blocks_of_a_matrix_are_no_more_states() -> None:
+    """Of a matrix that is gathered by columns its parts are counted once."""
+    build = lambda: (nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)), torch.randn(4, 64))  # noqa: E731
+    blocks = {"tile_linear": {"max_bytes": 16384}}
+    whole, tiled = (
+        of(build, world_size=4, stages=[3], cluster="laptop", options=options).stages[3]
+        for options in ({}, blocks)
+    )
+    assert tiled.bytes_by_kind.get("gathered", 0) < whole.bytes_by_kind["gathered"]
+    assert tiled.states == whole.states
+
+
 class _Complex(nn.Module):
     """A complex parameter, of which torch has no fused update, before a real one."""
 

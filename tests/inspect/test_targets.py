@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 from fxzero._compat import building_on_fakes, fake_tensors, is_fake, no_value_error
 from fxzero.errors import ConfigError
@@ -240,9 +249,77 @@ def shapes(model: nn.Module) -> dict[str, Any]:
     return {name: (tuple(value.shape), value.dtype) for name, value in named}
 
 
+def loaded_as(folder: Path, kind: Any, **given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """By name of a parameter its dtype and whether it is trained: loaded, and made."""
+
+    def facts(model: nn.Module) -> dict[str, Any]:
+        return {n: (p.dtype, p.requires_grad) for n, p in model.named_parameters()}
+
+    real = facts(kind.from_pretrained(folder, **given))
+    with fake_tensors(), building_on_fakes(), weights_left_out():
+        return real, facts(kind.from_pretrained(folder, **given))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_is_kept_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A T5 in float16 overflows in one of its layers."""
+    config = T5Config(d_model=16, d_ff=32, d_kv=4, num_layers=1, num_heads=2, vocab_size=32)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    real, made = loaded_as(tmp_path, T5ForConditionalGeneration, dtype=dtype)
+    assert made == real
+    dtypes = {kept for kept, _ in made.values()}
+    assert dtypes == ({dtype, torch.float32} if dtype is torch.float16 else {dtype})
+
+
+def test_what_a_constructor_froze(tmp_path: Path) -> None:
+    """Loading makes it a parameter as any other, or does not: by version."""
+    sizes = {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_mel_bins": 8}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = WhisperConfig(
+        d_model=16, encoder_layers=1, decoder_layers=1, vocab_size=64, **sizes, **heads
+    )
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = 1
+    config.decoder_start_token_id = 2
+    WhisperForConditionalGeneration(config).save_pretrained(tmp_path)
+    real, made = loaded_as(tmp_path, WhisperForConditionalGeneration)
+    assert made == real
+
+
+def test_a_larger_vocabulary_and_what_loading_tells(saved: Path) -> None:
+    with fake_tensors(), building_on_fakes(), weights_left_out():
+        model, told = LlamaForCausalLM.from_pretrained(saved, output_loading_info=True)
+        model.resize_token_embeddings(100)
+    assert told["missing_keys"] == set()
+    assert model.get_input_embeddings().weight.shape == (100, 32)
+
+
+@pytest.mark.parametrize("by", [AutoModelForCausalLM, LlamaForCausalLM], ids=lambda by: by.__name__)
+def test_saved_adapters_are_refused(saved: Path, by: Any, tmp_path: Path) -> None:
+    """transformers would add them without a word."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    base = LlamaForCausalLM.from_pretrained(saved)
+    peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
+    with weights_left_out(), pytest.raises(ConfigError, match="would add saved adapters"):
+        by.from_pretrained(tmp_path)
+
+
+def on_meta() -> tuple[nn.Module, Tensor]:
+    """All of it where tensors have no memory."""
+    with torch.device("meta"):
+        return nn.Linear(8, 8), torch.randn(3, 8)
+
+
+def test_a_batch_on_the_meta_device() -> None:
+    """Is brought where the model is."""
+    found = capture(on_meta, zero=3, world_size=2)
+    assert found.batch.text() == "float32[3,8]"
+    assert not any(value.is_meta for value in found.batch.tensors)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        ({"dtype": {"": torch.float32}}, "one dtype is known here"),
         ({"quantization_config": {"load_in_8bit": True}}, "quantization_config=….* no weights are"),
         ({"state_dict": {"a": 1}}, "state_dict=…"),
     ],

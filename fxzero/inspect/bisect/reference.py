@@ -81,7 +81,17 @@ def _run(case: Case, model: torch.nn.Module, batch: Batch) -> tuple[Tensor, list
     total: Tensor | None = None
     parameters = [p for p in model.parameters() if p.requires_grad]
     for part in _parts(batch, case.micro_batches):
-        loss = scalar_of(model(*part.args, **part.kwargs)) / case.micro_batches
+        try:
+            output = model(*part.args, **part.kwargs)
+        except RuntimeError as error:
+            if "dtype" not in str(error):
+                raise
+            raise CaptureError(
+                f"{type(model).__name__} and its batch were cast to {case.dtype}, and its forward "
+                f"casts to another dtype by name: {error}. Take that one (--dtype float32), or let "
+                "it cast to the dtype of what it reads."
+            ) from error
+        loss = scalar_of(output) / case.micro_batches
         loss.backward()
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None

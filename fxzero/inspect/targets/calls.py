@@ -40,7 +40,7 @@ def failed(what: str, error: BaseException) -> ConfigError:
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     for place, hint in _HABITS.items():
         if any(place in file for file in files):
-            reason = f"{reason.partition('.')[0]}. {hint}"
+            reason = f"{reason.partition('. ')[0]}. {hint}"
     return ConfigError(f"{what} raised {type(error).__name__} at {raised_at(error)}: {reason}")
 
 
@@ -48,6 +48,10 @@ _HABITS = {
     "/torch/nn/parameter.py": (
         "Tensors have no values here, and lazy modules find out by a first call how large they "
         "are: name their sizes, as in nn.Linear(192, 4)"
+    ),
+    "/safetensors/": (
+        "Weights are not read here, as tensors have no values: make the model, and adapters, of "
+        "their configurations"
     ),
     "/torch/nn/parallel/": (
         "Return the model as it is, without DistributedDataParallel or FSDP: what they do is what "

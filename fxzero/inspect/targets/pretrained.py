@@ -12,11 +12,15 @@ import contextlib
 import copy
 import importlib.abc
 import importlib.util
+import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxzero.errors import ConfigError
@@ -33,7 +37,7 @@ _OF_WEIGHTS = (
 )
 """Arguments that say where weights are, and how they come into memory."""
 _REFUSED = (
-    *("distributed_config", "from_flax", "from_tf", "gguf_file", "output_loading_info"),
+    *("distributed_config", "from_flax", "from_tf", "gguf_file"),
     *("quantization_config", "state_dict", "tp_plan", "tp_size"),
 )
 """Arguments by which it is no model of the configuration alone."""
@@ -49,6 +53,12 @@ def weights_left_out() -> Iterator[None]:
             model = module.PreTrainedModel
             stack.callback(setattr, model, "from_pretrained", vars(model)["from_pretrained"])
             model.from_pretrained = classmethod(_of_configuration)
+            resize = model.resize_token_embeddings
+            stack.callback(setattr, model, "resize_token_embeddings", resize)
+            # New rows are drawn around the mean of the others, which have no values.
+            model.resize_token_embeddings = lambda self, *args, **given: resize(
+                self, *args, **{**given, "mean_resizing": False}
+            )
 
         if _MODULE in sys.modules:
             leave_out(sys.modules[_MODULE])
@@ -98,6 +108,8 @@ def _of_configuration(kind: Any, /, name: Any, *args: Any, config: Any = None, *
             f"{kind.__name__}.from_pretrained({name!r}, {refused[0]}=…): no weights are loaded "
             f"here, and {refused[0]} says what they are like. Make the model of its configuration."
         )
+    _refuse_adapter(kind, name, given.get("adapter_kwargs") or {})
+    wants_info = given.pop("output_loading_info", False)
     hub = {key: given.pop(key) for key in _OF_HUB if key in given}
     given = {key: value for key, value in given.items() if key not in {*_OF_WEIGHTS, *_REFUSED}}
     own: dict[str, Any] = {k: given.pop(k) for k in ("dtype", "torch_dtype") if k in given}
@@ -125,7 +137,47 @@ def _of_configuration(kind: Any, /, name: Any, *args: Any, config: Any = None, *
         dtype = "auto"
     if dtype == "auto":
         dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    if isinstance(dtype, dict):
+        raise ConfigError(
+            f"{kind.__name__}.from_pretrained({name!r}, dtype={dtype}): one dtype is known here. "
+            "Convert the parts behind it, or name one."
+        )
     with without_values():
         made: nn.Module = kind._from_config(config, *args, dtype=dtype, **own, **given)
     made.tie_weights()  # type: ignore[operator]
-    return made.eval()
+    for parameter_name, parameter in made.named_parameters():
+        if parameter.is_floating_point() and _is_kept(made, parameter_name, parameter.dtype):
+            parameter.data = parameter.data.float()
+        if not is_before_5:  # what is loaded takes the place of what a constructor had frozen
+            parameter.requires_grad_(parameter.is_floating_point())
+    made.eval()
+    return (made, {key: set() for key in _INFO}) if wants_info else made
+
+
+_INFO = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+"""What loading tells of weights: nothing is amiss."""
+
+
+def _refuse_adapter(kind: Any, name: Any, of_adapter: Mapping[str, Any]) -> None:
+    """Refuse a folder of adapters, of which peft and transformers would make another model.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    is_one = isinstance(name, str | os.PathLike) and (Path(name) / "adapter_config.json").is_file()
+    if is_one or "_adapter_model_path" in of_adapter:
+        raise ConfigError(
+            f"{kind.__name__}.from_pretrained({str(name)!r}) would add saved adapters, whose "
+            "weights are not read here. Make the base model, and add new ones of the same shape: "
+            "peft.get_peft_model(base, peft.LoraConfig(…))."
+        )
+
+
+def _is_kept(model: Any, name: str, dtype: torch.dtype) -> bool:
+    """Whether a parameter is loaded in float32 whatever the model's dtype is."""
+    kept: set[str] = set()
+    if dtype is torch.float16:
+        kept |= set(model._keep_in_fp32_modules or ())
+    if dtype in (torch.float16, torch.bfloat16):
+        kept |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in kept)
