@@ -268,7 +268,7 @@ else:
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_older"), [("step", False), ("eager", True), ("eager", False), ("compiled", False)]
+    ("kind", "is_older"), [("step", False), ("eager", True), ("compiled", False)]
 )
 def test_a_run_that_compiles_nothing_says_so(
     tmp_path: Path, dump: Path, kind: str, is_older: bool

@@ -340,34 +340,28 @@ def test_quantized_weights(saved: Path, tmp_path: Path) -> None:
 def test_a_factory_that_imports_transformers_first(saved: Path, tmp_path: Path) -> None:
     """In another process, as here it has been imported; and with adapters."""
     (tmp_path / "mine.py").write_text(
-        "def build():\n"
-        "    from transformers import AutoModelForCausalLM\n"
-        f"    return AutoModelForCausalLM.from_pretrained({str(saved)!r}).train()\n"
         "def adapted():\n"
+        "    from transformers import AutoModelForCausalLM\n"
         "    from peft import LoraConfig, get_peft_model\n"
-        "    return get_peft_model(build(), LoraConfig(target_modules=['q_proj'], r=4)).train()\n"
+        f"    base = AutoModelForCausalLM.from_pretrained({str(saved)!r})\n"
+        "    return get_peft_model(base, LoraConfig(target_modules=['q_proj'], r=4)).train()\n"
     )
     (saved / "model.safetensors").rename(saved / "elsewhere")
-    command = [sys.executable, "-m", "fxzero", "estimate", "--json", "--zero", "3"]
-    sizes = ["--world-size", "2", "--seq-len", "8"]
+    sizes = ["--world-size", "2", "--seq-len", "8", "--zero", "3", "--json"]
     try:
-        for name, trained in (("build", 1.0), ("adapted", 0.0)):
-            ran = subprocess.run(
-                [*command, *sizes, f"mine.py:{name}"],
-                cwd=tmp_path,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                capture_output=True,
-                text=True,
-                timeout=200,
-            )
-            assert ran.returncode == 0, ran.stderr
-            found = json.loads(ran.stdout)
-            assert found["param_dtype"] == "bfloat16" or name == "adapted"
-            states = found["stages"]["3"]["states"]
-            share = states["gradient_bytes"] / states["parameter_bytes"]
-            assert share == pytest.approx(trained, abs=0.1)
+        ran = subprocess.run(
+            [sys.executable, "-m", "fxzero", "estimate", *sizes, "mine.py:adapted"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
     finally:
         (saved / "elsewhere").rename(saved / "model.safetensors")
+    assert ran.returncode == 0, ran.stderr
+    states = json.loads(ran.stdout)["stages"]["3"]["states"]
+    assert 0 < states["gradient_bytes"] < 0.2 * states["parameter_bytes"]
 
 
 class Words(nn.Module):
