@@ -158,6 +158,17 @@ def test_habits_that_need_values(name: str, words: str) -> None:
         capture(load(f"tests.inspect.test_targets:{name}").build, zero=3, world_size=2)
 
 
+def whole_numbers() -> nn.Parameter:
+    """No parameter, and no lazy one."""
+    return nn.Parameter(torch.zeros(3, dtype=torch.int64))
+
+
+def test_no_habit_is_named_that_it_is_not() -> None:
+    with pytest.raises(ConfigError, match="require gradients") as raised:
+        capture(load("tests.inspect.test_targets:whole_numbers").build, zero=3, world_size=2)
+    assert "lazy" not in str(raised.value)
+
+
 def test_rates_that_grow_with_depth_are_known() -> None:
     """Read from a tensor; longer ones have no values, as anything else."""
     with fake_tensors(), building_on_fakes():

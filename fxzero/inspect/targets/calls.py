@@ -39,13 +39,13 @@ def failed(what: str, error: BaseException) -> ConfigError:
         )
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     for place, hint in _HABITS.items():
-        if any(place in file for file in files):
+        if any(place in text for text in (reason, *files)):
             reason = f"{reason.partition('. ')[0]}. {hint}"
     return ConfigError(f"{what} raised {type(error).__name__} at {raised_at(error)}: {reason}")
 
 
 _HABITS = {
-    "/torch/nn/parameter.py": (
+    "UninitializedParameter": (
         "Tensors have no values here, and lazy modules find out by a first call how large they "
         "are: name their sizes, as in nn.Linear(192, 4)"
     ),
@@ -58,7 +58,7 @@ _HABITS = {
         "is estimated and compiled here"
     ),
 }
-"""By a place in torch that an error came through, what to do instead."""
+"""By a place that an error came through, or a word of it, what to do instead."""
 
 
 def raised_at(error: BaseException) -> str:
